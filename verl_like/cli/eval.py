@@ -68,8 +68,10 @@ def _print_table(sources: list[SourceResult]) -> None:
     k = sources[0].k
     header = ["data source", "n", "of", "mean", f"pass@{k}", "failed", "tokens", "cut off"]
     rows = [
-        [each.source, f"{each.n:,}", each.variable, *map(_number, (each.mean, each.best))]
-        + [f"{each.failed:,}", f"{each.tokens:,.1f}", f"{each.cut:.1%}"]
+        [
+            *(each.source, f"{each.n:,}", each.variable, _number(each.mean), _number(each.best)),
+            *(f"{each.failed:,}", f"{each.tokens:,.1f}", f"{each.cut:.1%}"),
+        ]
         for each in sources
     ]
     if any(each.variable != "acc" for each in sources):  # pass@k is of what is right or wrong

@@ -35,14 +35,8 @@ class Failure:
 
     @classmethod
     def of_outcome(cls, rank: int, method: str, outcome: Outcome) -> Failure:
-        return cls(
-            rank=rank,
-            method=method,
-            kind=outcome.error_type,
-            message=outcome.message,
-            traceback=outcome.traceback,
-            log_tail=outcome.log_tail,
-        )
+        own = {"traceback": outcome.traceback, "log_tail": outcome.log_tail}
+        return cls(rank=rank, method=method, kind=outcome.error_type, message=outcome.message, **own)
 
     @classmethod
     def of_dead_process(cls, rank: int, method: str, error: Exception) -> Failure:

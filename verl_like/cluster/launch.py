@@ -267,10 +267,8 @@ def check_joining(address: str, num_cpus: int | None, temp_dir: str | None) -> N
 def _check_reachable(address: str) -> None:
     """ConfigError where no Ray answers: it would be tried for up to ten minutes, and no signal heard meanwhile."""
     services: Any = ray._private.services  # pyright: ignore[reportAttributeAccessIssue]
-    key, fix = (
-        f"ray_init.address={address}",
-        "start one there (ray start --head), or leave the key out for a Ray of ours",
-    )
+    key = f"ray_init.address={address}"
+    fix = "start one there (ray start --head), or leave the key out for a Ray of ours"
     try:
         place = services.canonicalize_bootstrap_address(address)
         if place is None:

@@ -245,22 +245,16 @@ class RayWorkerGroup:
     def _place(self, allocation: Allocation, log_dir: Path, name: str, timeout: float) -> None:
         """Learn where the actors are, and order the ranks of each node by GPU."""
         described = [rank.actor.describe.remote() for rank in self._ranks]
-        for rank, ref in zip(self._ranks, described, strict=True):
+        for index, (rank, ref) in enumerate(zip(self._ranks, described, strict=True)):
+            what = f"a worker process on node {rank.address}"
             try:
                 facts = ray.get(ref, timeout=timeout)
             except GetTimeoutError as error:
-                raise worker_group.WorkerTimeout(
-                    f"a worker process on node {rank.address} did not start within {timeout:g} s "
-                    "(trainer.worker_start_timeout)",
-                    rank=self._ranks.index(rank),
-                    method="start",
-                ) from error
+                what += f" did not start within {timeout:g} s (trainer.worker_start_timeout)"
+                raise worker_group.WorkerTimeout(what, rank=index, method="start") from error
             except RayError as error:
-                raise worker_group.WorkerDied(
-                    f"a worker process on node {rank.address} could not be started: {error}",
-                    rank=self._ranks.index(rank),
-                    method="start",
-                ) from error
+                what += f" could not be started: {error}"
+                raise worker_group.WorkerDied(what, rank=index, method="start") from error
             rank.pid, rank.raylet_pid, rank.gpus = facts["pid"], facts["parent_pid"], facts["gpus"]
         self._ranks.sort(key=lambda rank: (rank.node_rank, [(len(gpu), gpu) for gpu in rank.gpus]))
         for index, rank in enumerate(self._ranks):
@@ -400,23 +394,13 @@ class RayWorkerGroup:
         """This group's ranks for the watchdog; the start has a time limit of its own."""
         if self.stopped_by is not None:
             return []
-        called: dict[int, list[str]] = {}
-        asked: dict[int, float] = {}
+        calls: dict[int, dict[str, Any]] = {}
         for result in self._outstanding:
             for rank in result.waiting.values() if result.method != "start" else ():
-                called.setdefault(rank, []).append(result.method)
-                asked.setdefault(rank, result.began)
+                calls.setdefault(rank, {"called": [], "asked": result.began})["called"].append(result.method)
         about = {"pool": self.name, "size": self.world_size}
         return [
-            Watched(
-                **about,
-                rank=i,
-                node_id=r.node_id,
-                pid=r.pid,
-                log_path=r.log_path,
-                called=called.get(i, []),
-                asked=asked.get(i, 0.0),
-            )
+            Watched(**about, rank=i, node_id=r.node_id, pid=r.pid, log_path=r.log_path, **calls.get(i, {}))
             for i, r in enumerate(self._ranks)
         ]
 

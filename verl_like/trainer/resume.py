@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -170,25 +170,24 @@ def misfits(path: Path, saved: dict[str, Any], config: PPOConfig) -> list[str]:
     return problems
 
 
-def _role_misfits(path: Path, role: RoleConfig, saved: dict[str, Any]) -> list[str]:
-    problems, contents = [], role.checkpoint.load_contents
+def _role_misfits(path: Path, role: RoleConfig, saved: dict[str, Any]) -> Iterator[str]:
+    contents = role.checkpoint.load_contents
     key = f"{role.section}.checkpoint.load_contents={contents}"
     if "model" not in contents:
-        problems.append(
-            f"{key} leaves out the weights of {path}: add model to save_contents and load_contents, {_AFRESH}"
-        )
+        yield (f"{key} leaves out the weights of {path}: add model to save_contents and load_contents, {_AFRESH}")
     absent = [part for part in _PARTS if part in contents and not (path / role.name / part).is_dir()]
     if absent:
-        problems.append(f"{key}, but {path / role.name} was saved without {', '.join(absent)}: leave that out")
+        yield f"{key}, but {path / role.name} was saved without {', '.join(absent)}: leave that out"
     assert role.optim is not None
     optimizer = f"{role.section}.optim.optimizer"
     then = _at(saved, optimizer, str(role.optim.optimizer))
     if then != str(role.optim.optimizer) and "optimizer" in contents:
-        problems.append(
+        yield (
             f"{optimizer}={role.optim.optimizer}, but {path} holds the states of {then}: set it back to {then}, or "
             f"leave them out: {role.section}.checkpoint.load_contents=[model,extra]"
         )
-    return problems if absent else problems + _lora_misfits(path, role, saved)
+    if not absent:
+        yield from _lora_misfits(path, role, saved)
 
 
 def _lora_misfits(path: Path, role: RoleConfig, saved: dict[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""One whole run of a checked configuration: workers, trainer, fit, another beginning where workers are lost, the end."""
+"""One whole run of a checked configuration: workers, trainer, fit, a new beginning where workers are lost, the end."""
 
 from __future__ import annotations
 
