@@ -25,10 +25,6 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _PR_SET_PDEATHSIG = 1
 
 
-class StopRequested(Exception):
-    """The user or the scheduler asked the run to stop; raised by `StopFlag.check` at a safe point."""
-
-
 class StopFlag:
     """Whether somebody asked the run to stop."""
 
@@ -39,11 +35,6 @@ class StopFlag:
     @property
     def requested(self) -> bool:
         return self.signal_name is not None
-
-    def check(self) -> None:
-        """Raise StopRequested if a stop was asked for."""
-        if self.signal_name is not None:
-            raise StopRequested(f"stopped by {self.signal_name}")
 
 
 @contextmanager

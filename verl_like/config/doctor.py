@@ -3,32 +3,13 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from verl_like.config import doctor_losses, doctor_rollout
 from verl_like.config.availability import not_available, without_effect
 from verl_like.config.doctor_async import ASYNC_IDLE, impossible_async
 from verl_like.config.doctor_environments import ENV_IDLE, has_turns, impossible_environments
-from verl_like.config.doctor_losses import (
-    CORRECTION_IDLE,
-    LOSS_IDLE,
-    aimless_kl,
-    impossible_losses,
-    impossible_quantization,
-    risky_baseline,
-    risky_correction,
-    two_decays,
-    two_policies,
-    uncorrected_updates,
-)
 from verl_like.config.doctor_paths import impossible_paths
 from verl_like.config.doctor_reward_model import REWARD_MODEL_IDLE, impossible_reward_model
 from verl_like.config.doctor_rewards import REWARD_IDLE, impossible_rewards, risky_rewards
-from verl_like.config.doctor_rollout import (
-    ENDPOINT_IDLE,
-    OUTCOME_IDLE,
-    impossible_determinism,
-    impossible_endpoint,
-    impossible_outcomes,
-    impossible_sleep,
-)
 from verl_like.config.doctor_sharding import SHARDING_IDLE, impossible_sharding
 from verl_like.config.enums import DISCOUNTING_ESTIMATORS, GROUP_ESTIMATORS, OPTIMAL_BASELINE_ESTIMATORS
 from verl_like.config.errors import raise_if_any
@@ -61,21 +42,21 @@ def impossible(config: PPOConfig) -> list[str]:
     """Combinations that cannot work: keys, values, fix."""
     return [
         *_roles(config),
-        *impossible_losses(config.actor_rollout_ref.actor),
+        *doctor_losses.impossible_losses(config.actor_rollout_ref.actor),
         *impossible_paths(config),
         *_lengths(config),
         *_tools(config),
-        *impossible_outcomes(config),
+        *doctor_rollout.impossible_outcomes(config),
         *impossible_environments(config),
-        *impossible_determinism(config),
+        *doctor_rollout.impossible_determinism(config),
         *_run(config),
         *impossible_rewards(config),
         *impossible_reward_model(config),
         *impossible_placement(config),
         *impossible_async(config),
-        *impossible_endpoint(config),
-        *impossible_quantization(config),
-        *impossible_sleep(config),
+        *doctor_rollout.impossible_endpoint(config),
+        *doctor_losses.impossible_quantization(config),
+        *doctor_rollout.impossible_sleep(config),
     ]
 
 
@@ -262,7 +243,7 @@ _OF_SERVERS = ("gpu_memory_utilization", "enforce_eager", "cudagraph_capture_siz
 _OF_SERVERS += ("enable_prefix_caching", "disable_log_stats")
 
 IDLE: tuple[Idle, ...] = (
-    *CORRECTION_IDLE,
+    *doctor_losses.CORRECTION_IDLE,
     Idle(
         (f"{_REF}.",),
         lambda c: not needs_reference(c),
@@ -288,7 +269,7 @@ IDLE: tuple[Idle, ...] = (
         lambda c: other_estimator(c, "grpo", "grpo_passk", "gdpo", "gigpo"),
         "algorithm.adv_estimator is not grpo, grpo_passk, gdpo or gigpo",
     ),
-    *LOSS_IDLE,
+    *doctor_losses.LOSS_IDLE,
     idle_while(f"{_ACTOR}.loss_agg_mode", "not seq-mean-token-sum-norm", f"{_ACTOR}.loss_scale_factor"),
     *(
         idle_while(
@@ -314,10 +295,10 @@ IDLE: tuple[Idle, ...] = (
     ),
     *SHARDING_IDLE,
     *PLACEMENT_IDLE,
-    *OUTCOME_IDLE,
+    *doctor_rollout.OUTCOME_IDLE,
     *ENV_IDLE,
     *ASYNC_IDLE,
-    *ENDPOINT_IDLE,
+    *doctor_rollout.ENDPOINT_IDLE,
     Idle(
         tuple(f"{_ROLLOUT}.{name}" for name in _OF_SERVERS),
         lambda c: c.actor_rollout_ref.rollout.name in ("hf", "openai"),
@@ -445,9 +426,9 @@ def risky_training(config: PPOConfig) -> Iterator[str]:
             f"set {_ROLLOUT}.n to 2 or more"
         )
     rollout = config.actor_rollout_ref.rollout
-    yield from risky_correction(config)
-    yield from risky_baseline(config)
-    if two_policies(config) and distortions(rollout):
+    yield from doctor_losses.risky_correction(config)
+    yield from doctor_losses.risky_baseline(config)
+    if doctor_losses.two_policies(config) and distortions(rollout):
         cause, fix = f"{_ACTOR}.old_log_probs=rollout", f"set {_ACTOR}.old_log_probs=recompute"
         if config.algorithm.rollout_correction.bypass_mode:
             cause, fix = "algorithm.rollout_correction.bypass_mode=True", "leave bypass_mode and old_log_probs out"
@@ -456,7 +437,9 @@ def risky_training(config: PPOConfig) -> Iterator[str]:
             "changed distribution, the trainer's of the model's own: ratios are not 1 before the first update; leave "
             f"them at their defaults, or {fix}"
         )
-    yield from two_decays(config) + uncorrected_updates(config) + aimless_kl(config)
+    yield from doctor_losses.two_decays(config)
+    yield from doctor_losses.uncorrected_updates(config)
+    yield from doctor_losses.aimless_kl(config)
     yield from risky_rewards(config)
     if (config.trainer.save_freq or -1) > 0 and "model" not in actor.checkpoint.save_contents:
         yield (
