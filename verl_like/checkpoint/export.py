@@ -234,11 +234,7 @@ def _with_base(stored: _Stored, own: dict[str, Any], choices: Choices) -> Stored
     try:
         check_location("--base" if choices.base else "base_model_name_or_path", base, "config.json")
         config = AutoConfig.from_pretrained(path, trust_remote_code=choices.trust_remote_code)
-        model = model_class(config).from_pretrained(
-            path,
-            dtype="auto",
-            trust_remote_code=choices.trust_remote_code,
-        )
+        model = model_class(config).from_pretrained(path, dtype="auto", trust_remote_code=choices.trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{stored.folder} holds adapters of {base}, which cannot be loaded: {error}. Give --base MODEL"

@@ -9,16 +9,8 @@ from pathlib import Path
 
 # What a run appends to or writes over in its folder; checkpoints are renamed into their place.
 _WRITTEN = (
-    "*.log",
-    "*.jsonl",
-    "*_run_id",
-    "global_step_*",
-    "workers",
-    "workers/*",
-    "samples",
-    "samples/*",
-    "samples/*/*",
-)
+    "*.log", "*.jsonl", "*_run_id", "global_step_*", "workers", "workers/*", "samples", "samples/*", "samples/*/*",
+)  # fmt: skip
 _FILES = ("verl_like.log", "metrics.jsonl", "*_run_id", "latest_checkpointed_iteration.txt", "best_checkpoint.json")
 _FOLDERS = ("samples", "workers", *(f"global_step_*[0-9]{end}" for end in ("", ".saving", ".replaced", ".deleted")))
 

@@ -24,19 +24,9 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 
+from verl_like.checkpoint import layout
 from verl_like.checkpoint.checksums import collect
 from verl_like.checkpoint.harmless import AFRESH, OF_NUMPY
-from verl_like.checkpoint.layout import (
-    ACTOR,
-    CRITIC,
-    STATE_FILE,
-    commit,
-    prepare_step_dir,
-    read_trainer_state,
-    step_dir,
-    step_of,
-    write_trainer_state,
-)
 from verl_like.checkpoint.weights import StoredWeights, VerlFiles
 from verl_like.models.heads import HF_PREFIX
 from verl_like.models.lora import is_adapter
@@ -47,8 +37,8 @@ _AVERAGES = ("exp_avg", "exp_avg_sq")
 
 def is_verl_step(path: Path) -> bool:
     """Whether verl wrote this global_step_<n>."""
-    actor = path / ACTOR
-    return not (path / STATE_FILE).exists() and actor.is_dir() and VerlFiles.is_in(actor)
+    actor = path / layout.ACTOR
+    return not (path / layout.STATE_FILE).exists() and actor.is_dir() and VerlFiles.is_in(actor)
 
 
 def converted(source: Path, root: Path) -> tuple[Path, list[str]]:
@@ -56,17 +46,17 @@ def converted(source: Path, root: Path) -> tuple[Path, list[str]]:
 
     ValueError for files that are not whole or hold what torch does not know to be harmless.
     """
-    out, step = step_dir(root, step_of(source)), step_of(source)
-    if out.is_dir() and read_trainer_state(out).get("verl") == str(source):
+    out, step = layout.step_dir(root, layout.step_of(source)), layout.step_of(source)
+    if out.is_dir() and layout.read_trainer_state(out).get("verl") == str(source):
         return out, []
-    written, left = prepare_step_dir(root, step), ["its place in the data: it begins with the first row"]
-    for role in (ACTOR, CRITIC):
+    written, left = layout.prepare_step_dir(root, step), ["its place in the data: it begins with the first row"]
+    for role in (layout.ACTOR, layout.CRITIC):
         if (source / role).is_dir():
             left += [f"the {role}'s {what}" for what in _convert(source / role, written / role, step)]
     state = {"step": step, "weight_version": step}
-    write_trainer_state(written, {"state": state, "source": None, "run": None, "verl": str(source)})
+    layout.write_trainer_state(written, {"state": state, "source": None, "run": None, "verl": str(source)})
     collect(written)
-    return commit(written), left
+    return layout.commit(written), left
 
 
 def _convert(folder: Path, out: Path, step: int) -> list[str]:

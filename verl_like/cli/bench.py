@@ -33,16 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("gateway", "gateway", "what a request over the gateway costs the driver", gateway, files)
     add("driver", "driver", "the driver's own work of a step, without models", driver, files)
     add("packing", "packing", "how full micro-batches are", packing, files)
-    add(
-        "all",
-        "everything",
-        "all of these for one model and workload, one table",
-        shape,
-        phase,
-        engine,
-        series,
-        overrides,
-    )
+    every = (shape, phase, engine, series, overrides)
+    add("all", "everything", "all of these for one model and workload, one table", *every)
 
 
 def _runner(module: str) -> Callable[[argparse.Namespace], None]:

@@ -14,7 +14,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in ("A", "B"):
         parser.add_argument(name.lower(), metavar=name, help="folder of a run with trainer.record_freq")
     parser.add_argument("--tolerance", type=number(0), default=0.0, help="relative; 0: to the last bit (the default)")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:

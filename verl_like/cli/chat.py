@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from verl_like.config.errors import ConfigError
+from verl_like.config.errors import ConfigError, input_errors
 from verl_like.config.parser import number
 from verl_like.models.location import check_model
 
@@ -42,7 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=1, help="of the sampling (1)")
     parser.add_argument("--chat-template", metavar="NAME|FILE", help="data.chat_template: a name or a Jinja file")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code of the model's own folder")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -67,7 +66,7 @@ def run(arguments: argparse.Namespace) -> None:
 def _loaded(arguments: argparse.Namespace, model: Any) -> Iterator[tuple[RolloutEngine, PromptEncoder, Any, int]]:
     from verl_like.data.dataset import make_encoder
     from verl_like.models.loading import end_token_ids, load_hf_config, load_tokenizer
-    from verl_like.trainer.build import input_errors, resolve_world
+    from verl_like.trainer.build import resolve_world
     from verl_like.trainer.compose import compose_with_warnings
     from verl_like.trainer.serving import served, settings_for
 

@@ -40,7 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--template-kwargs", type=json.loads, default={}, metavar="JSON", help="variables of it")
     parser.add_argument("--no-tools", action="store_true", help="leave out the cases with tools")
     parser.add_argument("--trust-remote-code", action="store_true", help="let the tokenizer bring code of its own")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 
-from verl_like.config.errors import ConfigError
+from verl_like.config.errors import ConfigError, input_errors
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The runs' folders, and where the file goes."""
     parser.add_argument("run_folders", metavar="RUN", nargs="+", help="two or three runs' folders")
     parser.add_argument("--out", metavar="FILE", default="compare.html", help="where to write it; default: %(default)s")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -20,7 +19,5 @@ def run(arguments: argparse.Namespace) -> None:
 
     if not 2 <= len(arguments.run_folders) <= 3:
         raise ConfigError([f"{len(arguments.run_folders)} runs were named; two or three can be compared"])
-    try:
+    with input_errors():
         print(write_comparison(arguments.run_folders, arguments.out))
-    except (OSError, ValueError) as error:
-        raise ConfigError([str(error)]) from error

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_like.checkpoint.files import require_writable
-from verl_like.config.errors import ConfigError
+from verl_like.config.errors import ConfigError, input_errors
 from verl_like.config.parser import meant
 
 if TYPE_CHECKING:
@@ -61,11 +61,9 @@ def _prepare(arguments: argparse.Namespace) -> None:
         hint = meant(arguments.name, known) or f"; there are {', '.join(known)}"
         raise ConfigError([f"there is no data set {arguments.name}{hint}"])
     out = arguments.out or Path("data") / recipe.name
-    try:
+    with input_errors():
         require_writable("--out", out, make=False)
         files = prepare(recipe, out, arguments.source, arguments.passed)
-    except (ValueError, OSError) as error:
-        raise ConfigError([str(error)]) from error
     train = next((path for path in files if path.stem == "train"), files[0])
     keys = [f"data.{'train' if path.stem == 'train' else 'val'}_files={path}" for path in files]
     print(f"\nin a run: {' '.join(keys)}\nlook at it: verl-like data show {train} --model MODEL")

@@ -19,7 +19,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_b", metavar="RUN_B", help="the same")
     parser.add_argument("--all", action="store_true", help="also the keys that name folders and the run itself")
     parser.add_argument("--exit-code", action="store_true", help="status 1 where they differ, for scripts")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -11,7 +11,6 @@ _MARKS = {"ok": " ", "info": " ", "warn": "!", "missing": "x"}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One switch."""
     parser.add_argument("--start-ray", action="store_true", help="start a Ray of our own and stop it again")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -31,7 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, help="of these (1.0 with -n; else rollout.val_kwargs)")
     parser.add_argument("--samples", type=Path, metavar="FILE", help="write all answers with their scores as jsonl")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all metrics, named as in a run's validation")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -70,14 +69,8 @@ def _print_table(sources: list[SourceResult]) -> None:
     header = ["data source", "n", "of", "mean", f"pass@{k}", "failed", "tokens", "cut off"]
     rows = [
         [
-            each.source,
-            f"{each.n:,}",
-            each.variable,
-            _number(each.mean),
-            _number(each.best),
-            f"{each.failed:,}",
-            f"{each.tokens:,.1f}",
-            f"{each.cut:.1%}",
+            *(each.source, f"{each.n:,}", each.variable, _number(each.mean), _number(each.best)),
+            *(f"{each.failed:,}", f"{each.tokens:,.1f}", f"{each.cut:.1%}"),
         ]
         for each in sources
     ]

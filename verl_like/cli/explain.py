@@ -14,7 +14,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The key, and the configuration in which it is looked at."""
     parser.add_argument("key", metavar="KEY", help="a key, a section, or an old or foreign spelling of a key")
     add_config_arguments(parser)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from verl_like.config.errors import ConfigError
+from verl_like.config.errors import input_errors
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust-pickle", action="store_true", help="read verl's files with what torch does not know to be harmless"
     )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -49,9 +48,7 @@ def run(arguments: argparse.Namespace) -> None:
         trust_pickle=arguments.trust_pickle,
     )
     out = arguments.out.expanduser()
-    try:
+    with input_errors():
         require_writable("OUT", out.parent, make=False)
         lines = export(arguments.checkpoint.expanduser(), out, choices, arguments.role)
-    except (ValueError, OSError) as error:
-        raise ConfigError([str(error)]) from error
     print("\n".join([*lines, f"written to {out}; look at it with: verl-like chat {out}"]))

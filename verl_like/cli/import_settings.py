@@ -6,17 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from verl_like.trainer.importing import (
-    CARRIED,
-    NOTHING,
-    REFUSED,
-    UNKNOWN,
-    Imported,
-    Item,
-    text_of,
-    translate,
-    write,
-)
+from verl_like.trainer.importing import CARRIED, NOTHING, REFUSED, UNKNOWN, Imported, Item, text_of, translate, write
 from verl_like.trainer.importing_colossal import ColossalRun, add_flags
 from verl_like.trainer.importing_roll import RollFile
 

@@ -15,7 +15,8 @@ from verl_like.ending import orderly_end
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verb:
-    """One subcommand. module, in this package: `add_arguments(parser)`, which sets `run`, a function of the arguments.
+    """One subcommand. module, in this package, else of its name: `add_arguments(parser)`, and `run(arguments)` unless
+    that sets another one.
 
     mixed: options may stand between its positional arguments. passes_on: what stands behind -- is no argument of its
     own, and arrives as `passed`. leaves: it has closed all that it opened, so that its process need not look through
@@ -23,24 +24,22 @@ class Verb:
     """
 
     name: str
-    module: str
     help: str
     examples: tuple[str, ...]
     mixed: bool = True
     passes_on: bool = False
     leaves: bool = False
+    module: str | None = None
 
 
 VERBS = (
     Verb(
         name="quickstart",
-        module="quickstart",
         help="train a tiny model on additions with GRPO, no download: about 4 minutes on 2 cores",
         examples=("verl-like quickstart", "verl-like quickstart --rollout hf trainer.total_training_steps=50"),
     ),
     Verb(
         name="train",
-        module="train",
         help="train a language model; takes the keys of verl's main_ppo",
         examples=(
             "verl-like train algorithm=grpo data.train_files=train.parquet actor_rollout_ref.model.path=MODEL",
@@ -50,7 +49,6 @@ VERBS = (
     ),
     Verb(
         name="plan",
-        module="plan",
         help="check a command line of train and tell what it would do: no workers, no weights, nothing written",
         examples=(
             "verl-like plan algorithm=grpo data.train_files=train.parquet actor_rollout_ref.model.path=MODEL",
@@ -60,7 +58,6 @@ VERBS = (
     ),
     Verb(
         name="explain",
-        module="explain",
         help="tell what a key means, who reads it, and what it does in your configuration",
         examples=(
             "verl-like explain actor_rollout_ref.actor.clip_ratio_low",
@@ -70,7 +67,6 @@ VERBS = (
     ),
     Verb(
         name="export",
-        module="export",
         help="make a Hugging Face folder of a checkpoint, ours or verl's",
         examples=(
             "verl-like export checkpoints/run my_model --dtype bfloat16",
@@ -80,7 +76,6 @@ VERBS = (
     ),
     Verb(
         name="eval",
-        module="eval",
         help="answer and grade validation sets with a checkpoint or any model",
         examples=(
             "verl-like eval checkpoints/run",
@@ -91,19 +86,16 @@ VERBS = (
     ),
     Verb(
         name="replay",
-        module="replay",
         help="make a recorded step of a run again, in one process, and compare loss, gradient and every column",
         examples=("verl-like replay checkpoints/run 12", "verl-like replay checkpoints/run 12 trainer.device=cpu"),
     ),
     Verb(
         name="bisect",
-        module="bisect",
         help="find the first step, phase and tensor in which two recorded runs part",
         examples=("verl-like bisect checkpoints/run_a checkpoints/run_b",),
     ),
     Verb(
         name="chat",
-        module="chat",
         help="talk to a checkpoint or any model",
         examples=(
             "verl-like chat checkpoints/run",
@@ -113,19 +105,16 @@ VERBS = (
     ),
     Verb(
         name="report",
-        module="report",
         help="write one HTML file about a run",
         examples=("verl-like report checkpoints/run", "verl-like report checkpoints/run --out run.html"),
     ),
     Verb(
         name="compare",
-        module="compare",
         help="write one HTML file about several runs",
         examples=("verl-like compare checkpoints/first checkpoints/second --out both.html",),
     ),
     Verb(
         name="diff",
-        module="diff",
         help="tell in which keys two runs differ",
         examples=(
             "verl-like diff checkpoints/first checkpoints/second",
@@ -146,7 +135,6 @@ VERBS = (
     ),
     Verb(
         name="data",
-        module="data",
         help="list and prepare data sets, and show files as the trainer reads them",
         examples=(
             "verl-like data list",
@@ -159,26 +147,22 @@ VERBS = (
     ),
     Verb(
         name="doctor",
-        module="doctor",
         help="tell versions, devices, Ray, sandbox level and shared memory of this machine, and what is missing",
         examples=("verl-like doctor", "verl-like doctor --start-ray"),
     ),
     Verb(
         name="selfcheck",
-        module="selfcheck",
         help="show that loss and gradient are right on your model, however a batch is cut",
         examples=("verl-like selfcheck", "verl-like selfcheck --rows 24 -- actor_rollout_ref.model.path=MODEL"),
         mixed=False,
     ),
     Verb(
         name="check-template",
-        module="check_template",
         help="show what the chat template does to turns of a conversation",
         examples=("verl-like check-template MODEL", "verl-like check-template MODEL --chat-template my.jinja"),
     ),
     Verb(
         name="bench",
-        module="bench",
         help="measure the trainer on fixed shapes",
         examples=("verl-like bench grpo --model 0.5b --workload w1", "verl-like bench sync --help"),
         mixed=False,
@@ -204,7 +188,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser = Parser(
             prog=f"verl-like {name}", description=_sentence(verb.help), examples=verb.examples, mixed=verb.mixed
         )
-        importlib.import_module(f"verl_like.cli.{verb.module}").add_arguments(parser)
+        module = importlib.import_module(f"verl_like.cli.{verb.module or name.replace('-', '_')}")
+        parser.set_defaults(run=getattr(module, "run", None))
+        module.add_arguments(parser)
         end = rest.index("--") if verb.passes_on and "--" in rest else len(rest)
         arguments = parser.parse_args(rest[:end])
         arguments.passed = rest[end + 1 :]

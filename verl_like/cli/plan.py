@@ -16,7 +16,6 @@ from verl_like.trainer.compose import compose
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The keys of `verl-like train`."""
     add_config_arguments(parser)
-    parser.set_defaults(run=run)
 
 
 @starting()

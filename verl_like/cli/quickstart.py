@@ -21,7 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rollout", choices=["auto", "vllm", "sglang", "hf"], default="auto", help="auto: vllm if installed"
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="further keys of train")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:

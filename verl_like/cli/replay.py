@@ -20,7 +20,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "overrides", nargs="*", metavar="key=value", help="keys to be set otherwise, as trainer.device=cpu"
     )
     parser.add_argument("--tolerance", type=number(0), default=1e-4, help="relative; 0: to the last bit (1e-4)")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from verl_like.config.errors import input_errors
 from verl_like.config.parser import number
 
 
@@ -17,14 +18,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides", nargs="*", help="keys of main_ppo, as for the run itself; without model.path a tiny model is made"
     )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Print the table; exit status 1 when something differs from the plain model, or depends on how a batch is cut."""
     from verl_like.config import ModelConfig
     from verl_like.models.location import check_locations
-    from verl_like.trainer.build import input_errors
     from verl_like.trainer.compose import compose
     from verl_like.trainer.gradient_check.check import SelfCheck
     from verl_like.trainer.gradient_check.report import table

@@ -11,7 +11,6 @@ from verl_like.trainer.command_line import add_run_arguments, run_parsed
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of main_ppo."""
     add_run_arguments(parser)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -11,15 +11,9 @@ from verl_like.cluster.worker_group import WorkerDied, WorkerError
 
 # What torch.distributed says on a rank whose partner went away: an echo of another rank's failure.
 _ECHO_MARKS = (
-    "closed by peer",
-    "Connection reset",
-    "Broken pipe",
-    "DistBackendError",
-    "ncclRemoteError",
-    "Connection refused",
-    "connectFullMesh",
-    "Timed out waiting",
-)
+    "closed by peer", "Connection reset", "Broken pipe", "DistBackendError", "ncclRemoteError", "Connection refused",
+    "connectFullMesh", "Timed out waiting",
+)  # fmt: skip
 
 _LOST = ("died", "node")  # kinds of a failure after which there is no process
 
@@ -41,14 +35,8 @@ class Failure:
 
     @classmethod
     def of_outcome(cls, rank: int, method: str, outcome: Outcome) -> Failure:
-        return cls(
-            rank=rank,
-            method=method,
-            kind=outcome.error_type,
-            message=outcome.message,
-            traceback=outcome.traceback,
-            log_tail=outcome.log_tail,
-        )
+        own = {"traceback": outcome.traceback, "log_tail": outcome.log_tail}
+        return cls(rank=rank, method=method, kind=outcome.error_type, message=outcome.message, **own)
 
     @classmethod
     def of_dead_process(cls, rank: int, method: str, error: Exception) -> Failure:

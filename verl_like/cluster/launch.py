@@ -267,10 +267,8 @@ def check_joining(address: str, num_cpus: int | None, temp_dir: str | None) -> N
 def _check_reachable(address: str) -> None:
     """ConfigError where no Ray answers: it would be tried for up to ten minutes, and no signal heard meanwhile."""
     services: Any = ray._private.services  # pyright: ignore[reportAttributeAccessIssue]
-    key, fix = (
-        f"ray_init.address={address}",
-        "start one there (ray start --head), or leave the key out for a Ray of ours",
-    )
+    key = f"ray_init.address={address}"
+    fix = "start one there (ray start --head), or leave the key out for a Ray of ours"
     port = re.fullmatch(r"(?:\[[\w:.%]+\]|[\w.-]+):(\d+)", address)
     if address not in ("auto", "local") and (port is None or not 0 < int(port[1]) < 65536):
         raise ConfigError([f"{key}: write host:port, as 10.0.0.1:6379, or auto for the Ray of this machine; {fix}"])

@@ -17,30 +17,12 @@ from multiprocessing import shared_memory
 from types import FrameType
 from typing import Any
 
-from verl_like.cluster.janitor import cleanup_shm, kill_processes, processes_of_run
-
-__all__ = [
-    "StopFlag",
-    "StopRequested",
-    "cleanup_shm",
-    "die_with_parent",
-    "graceful_interrupt",
-    "kill_orphans",
-    "leave_signals_to_driver",
-    "name_shared_memory",
-    "pass_on_sigterm",
-    "sigterm_blocked",
-    "terminated",
-]
+from verl_like.cluster.janitor import kill_processes, processes_of_run
 
 logger = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _PR_SET_PDEATHSIG = 1
-
-
-class StopRequested(Exception):
-    """The user or the scheduler asked the run to stop; raised by `StopFlag.check` at a safe point."""
 
 
 class StopFlag:
@@ -53,11 +35,6 @@ class StopFlag:
     @property
     def requested(self) -> bool:
         return self.signal_name is not None
-
-    def check(self) -> None:
-        """Raise StopRequested if a stop was asked for."""
-        if self.signal_name is not None:
-            raise StopRequested(f"stopped by {self.signal_name}")
 
 
 @contextmanager

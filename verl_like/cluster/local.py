@@ -8,23 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from verl_like.cluster import worker_group
 from verl_like.cluster.environment import LOOPBACK, free_port, patched_environment, process_environment
 from verl_like.cluster.janitor import cleanup_shm
-from verl_like.cluster.worker_group import (
-    GroupStopped,
-    RankEnv,
-    WorkerError,
-    check_per_rank,
-    method_of,
-    new_run_id,
-    resolve_import_path,
-)
 
 
 class LocalResult:
     """A call that was already executed; its error waits for `wait`, as it would with remote ranks."""
 
-    def __init__(self, value: Any = None, error: WorkerError | None = None) -> None:
+    def __init__(self, value: Any = None, error: worker_group.WorkerError | None = None) -> None:
         self._value = value
         self._error = error
 
@@ -46,17 +38,17 @@ class LocalWorkerGroup:
 
     def __init__(
         self,
-        worker: str | Callable[[Any, RankEnv], Any],
+        worker: str | Callable[[Any, worker_group.RankEnv], Any],
         spec: Any = None,
         *,
         device: str = "cpu",
         run_id: str | None = None,
     ) -> None:
-        self.run_id = run_id or new_run_id()
+        self.run_id = run_id or worker_group.new_run_id()
         self._stack = ExitStack()
-        self._stopped_by: WorkerError | None = None
+        self._stopped_by: worker_group.WorkerError | None = None
         self._worker: Any = None
-        rank_env = RankEnv(
+        rank_env = worker_group.RankEnv(
             rank=0,
             world_size=1,
             local_rank=0,
@@ -69,7 +61,7 @@ class LocalWorkerGroup:
         )
         self._stack.enter_context(patched_environment(_variables(rank_env)))
         try:
-            factory = resolve_import_path(worker) if isinstance(worker, str) else worker
+            factory = worker_group.resolve_import_path(worker) if isinstance(worker, str) else worker
             self._worker = factory(spec, rank_env)
         except Exception as error:
             self._stack.close()
@@ -82,13 +74,13 @@ class LocalWorkerGroup:
     def call(
         self, method: str, per_rank: Sequence[tuple[Any, ...]], kwargs: Mapping[str, Any] | None = None
     ) -> LocalResult:
-        check_per_rank(per_rank, 1, method)
+        worker_group.check_per_rank(per_rank, 1, method)
         return self.call_all(method, *per_rank[0], **(kwargs or {}))
 
     def call_all(self, method: str, *args: Any, **kwargs: Any) -> LocalResult:
         self._check_running(method)
         try:
-            return LocalResult(method_of(self._worker, method)(*args, **kwargs))
+            return LocalResult(worker_group.method_of(self._worker, method)(*args, **kwargs))
         except Exception as error:
             failure = _wrap(error, method)
             failure.__cause__ = error
@@ -98,14 +90,14 @@ class LocalWorkerGroup:
     def _check_running(self, method: str) -> None:
         if self._stopped_by is not None:
             reason = str(self._stopped_by).splitlines()[0]
-            raise GroupStopped(f"{method}: the worker group is stopped: {reason}", rank=0, method=method)
+            raise worker_group.GroupStopped(f"{method}: the worker group is stopped: {reason}", rank=0, method=method)
 
     def shutdown(self) -> None:
         worker, self._worker = self._worker, None
         if worker is None:
             return
         if self._stopped_by is None:
-            self._stopped_by = GroupStopped("shutdown() was called", rank=0, method="shutdown")
+            self._stopped_by = worker_group.GroupStopped("shutdown() was called", rank=0, method="shutdown")
         try:
             if hasattr(worker, "shutdown"):
                 worker.shutdown()
@@ -114,7 +106,7 @@ class LocalWorkerGroup:
             cleanup_shm(self.run_id)
 
 
-def _variables(rank_env: RankEnv) -> dict[str, str]:
+def _variables(rank_env: worker_group.RankEnv) -> dict[str, str]:
     variables = process_environment(rank_env)
     if rank_env.device == "cuda":  # the user's own choice of devices stands
         del variables["CUDA_VISIBLE_DEVICES"]
@@ -123,8 +115,8 @@ def _variables(rank_env: RankEnv) -> dict[str, str]:
     return variables
 
 
-def _wrap(error: Exception, method: str) -> WorkerError:
-    return WorkerError(
+def _wrap(error: Exception, method: str) -> worker_group.WorkerError:
+    return worker_group.WorkerError(
         f"worker rank 0 of 1 failed in {method}(): {type(error).__name__}: {error}",
         rank=0,
         method=method,

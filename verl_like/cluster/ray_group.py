@@ -21,6 +21,7 @@ from ray import cloudpickle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from verl_like.cluster import worker_group
 from verl_like.cluster.environment import LOOPBACK
 from verl_like.cluster.failures import Failure, raise_for, stopped_text
 from verl_like.cluster.janitor import cleanup_shm, kill_processes
@@ -29,15 +30,6 @@ from verl_like.cluster.nodes import log_tail, process_state, stack_tail
 from verl_like.cluster.rank_process import Outcome, RankProcess, StartRequest
 from verl_like.cluster.resources import Allocation
 from verl_like.cluster.watchdog import Watchdog, Watched
-from verl_like.cluster.worker_group import (
-    GroupStopped,
-    RankEnv,
-    WorkerDied,
-    WorkerError,
-    WorkerTimeout,
-    check_per_rank,
-    memory_id,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +152,7 @@ class RayWorkerGroup:
         self.run_id, self.name, self.spare = run_id, name, spare
         self._watchdog, self._passed_on = watchdog or Watchdog(None, run_id), False
         self._watchdog.groups.append(self)
-        self.stopped_by: WorkerError | None = None
+        self.stopped_by: worker_group.WorkerError | None = None
         self._outstanding: list[RayPendingResult] = []
         self._mentioned: set[int] = set()  # ranks that the user was told are stopped
         self._ranks = _create_actors(allocation, runtime_env)
@@ -201,7 +193,7 @@ class RayWorkerGroup:
     def call(
         self, method: str, per_rank: Sequence[tuple[Any, ...]], kwargs: Mapping[str, Any] | None = None
     ) -> RayPendingResult:
-        check_per_rank(per_rank, self.world_size, method)
+        worker_group.check_per_rank(per_rank, self.world_size, method)
         self._check_running(method)
         stored: dict[tuple[int, ...], Any] = {}
         keys = [tuple(map(id, args)) for args in per_rank]
@@ -222,7 +214,7 @@ class RayWorkerGroup:
             return
         busy = any(not result.done() for result in self._outstanding)
         stops = {rank.actor.stop.remote(): index for index, rank in enumerate(self._ranks)}
-        self.stopped_by = GroupStopped("shutdown() was called", rank=0, method="shutdown")
+        self.stopped_by = worker_group.GroupStopped("shutdown() was called", rank=0, method="shutdown")
         ready, late = ray.wait(
             list(stops), num_returns=len(stops), timeout=_BUSY_STOP_SECONDS if busy else _STOP_SECONDS
         )
@@ -253,22 +245,16 @@ class RayWorkerGroup:
     def _place(self, allocation: Allocation, log_dir: Path, name: str, timeout: float) -> None:
         """Learn where the actors are, and order the ranks of each node by GPU."""
         described = [rank.actor.describe.remote() for rank in self._ranks]
-        for rank, ref in zip(self._ranks, described, strict=True):
+        for index, (rank, ref) in enumerate(zip(self._ranks, described, strict=True)):
+            what = f"a worker process on node {rank.address}"
             try:
                 facts = ray.get(ref, timeout=timeout)
             except GetTimeoutError as error:
-                raise WorkerTimeout(
-                    f"a worker process on node {rank.address} did not start within {timeout:g} s "
-                    "(trainer.worker_start_timeout)",
-                    rank=self._ranks.index(rank),
-                    method="start",
-                ) from error
+                what += f" did not start within {timeout:g} s (trainer.worker_start_timeout)"
+                raise worker_group.WorkerTimeout(what, rank=index, method="start") from error
             except RayError as error:
-                raise WorkerDied(
-                    f"a worker process on node {rank.address} could not be started: {error}",
-                    rank=self._ranks.index(rank),
-                    method="start",
-                ) from error
+                what += f" could not be started: {error}"
+                raise worker_group.WorkerDied(what, rank=index, method="start") from error
             rank.pid, rank.raylet_pid, rank.gpus = facts["pid"], facts["parent_pid"], facts["gpus"]
         self._ranks.sort(key=lambda rank: (rank.node_rank, [(len(gpu), gpu) for gpu in rank.gpus]))
         for index, rank in enumerate(self._ranks):
@@ -285,11 +271,11 @@ class RayWorkerGroup:
             port = ray.get(first.actor.free_port.remote(), timeout=timeout)
         except (RayActorError, GetTimeoutError) as error:
             what = f"{self.name} rank 0 ended before it began, or did not answer: {error}"
-            raise WorkerError(what, rank=0, method="start") from error
+            raise worker_group.WorkerError(what, rank=0, method="start") from error
         pickled = ray.put(cloudpickle.dumps(spec))
         refs = []
         for index, rank in enumerate(self._ranks):
-            rank_env = RankEnv(
+            rank_env = worker_group.RankEnv(
                 rank=index,
                 world_size=self.world_size,
                 local_rank=index % allocation.ranks_per_node,
@@ -323,11 +309,11 @@ class RayWorkerGroup:
         if self.stopped_by is not None:
             raise self._stopped(method)
 
-    def _stopped(self, method: str) -> GroupStopped:
+    def _stopped(self, method: str) -> worker_group.GroupStopped:
         cause = self.stopped_by
         reason = str(cause).splitlines()[0]
         rank = cause.rank if cause is not None else 0
-        return GroupStopped(f"{method}: the worker group is stopped: {reason}", rank=rank, method=method)
+        return worker_group.GroupStopped(f"{method}: the worker group is stopped: {reason}", rank=rank, method=method)
 
     def _fail(self, failures: list[Failure], owner: Mapping[Any, RayPendingResult]) -> None:
         """Collect what other ranks report in the next moments, kill all, raise the most telling failure."""
@@ -353,7 +339,7 @@ class RayWorkerGroup:
         self._kill()
         try:
             raise_for(failures, world_size=self.world_size, name=self.name, logs=logs, tails=tails)
-        except WorkerError as error:
+        except worker_group.WorkerError as error:
             self.stopped_by = error
             raise
 
@@ -387,7 +373,7 @@ class RayWorkerGroup:
         cause = "".join(f"; rank {rank} {stopped_text(self._ranks[rank].pid)}" for rank in stopped)
         tail = stack_tail(first.node_id, first.pid, first.log_path)
         setting = "trainer.worker_start_timeout" if target.method == "start" else "trainer.rpc_timeout"
-        error = WorkerTimeout(
+        error = worker_group.WorkerTimeout(
             f"{target.method}() was not answered within {timeout:g} s ({setting}) by {self.name} rank(s) "
             f"{', '.join(map(str, sorted(late)))} of {self.world_size}{cause}",
             rank=late[0],
@@ -408,27 +394,17 @@ class RayWorkerGroup:
         """This group's ranks for the watchdog; the start has a time limit of its own."""
         if self.stopped_by is not None:
             return []
-        called: dict[int, list[str]] = {}
-        asked: dict[int, float] = {}
+        calls: dict[int, dict[str, Any]] = {}
         for result in self._outstanding:
             for rank in result.waiting.values() if result.method != "start" else ():
-                called.setdefault(rank, []).append(result.method)
-                asked.setdefault(rank, result.began)
+                calls.setdefault(rank, {"called": [], "asked": result.began})["called"].append(result.method)
         about = {"pool": self.name, "size": self.world_size}
         return [
-            Watched(
-                **about,
-                rank=i,
-                node_id=r.node_id,
-                pid=r.pid,
-                log_path=r.log_path,
-                called=called.get(i, []),
-                asked=asked.get(i, 0.0),
-            )
+            Watched(**about, rank=i, node_id=r.node_id, pid=r.pid, log_path=r.log_path, **calls.get(i, {}))
             for i, r in enumerate(self._ranks)
         ]
 
-    def end(self, error: WorkerError) -> NoReturn:
+    def end(self, error: worker_group.WorkerError) -> NoReturn:
         """Stop all ranks, and raise `error`, which later calls name as the reason."""
         self._kill()
         self.stopped_by = error
@@ -444,13 +420,12 @@ class RayWorkerGroup:
         while any(map(_running, pids)) and time.monotonic() < deadline:
             time.sleep(0.05)
         kill_processes([pid for pid in pids if _running(pid)])
-        cleanup_shm(memory_id(self.run_id, self.name))
+        cleanup_shm(worker_group.memory_id(self.run_id, self.name))
 
 
 def _register_transport() -> None:
-    from verl_like.cluster.transport import (
-        register_tensor_transport,
-    )  # imports torch: not before the environment is set
+    # It imports torch: not before the environment is set
+    from verl_like.cluster.transport import register_tensor_transport
 
     register_tensor_transport()
 

@@ -2,18 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from verl_like.config import enums
 from verl_like.config.base import ConfigNode, above, at_least, between, on_menu, one_of, require
-from verl_like.config.enums import (
-    KL_MENU,
-    LOSS_AGG_MODES,
-    LOSS_MODES,
-    KLKind,
-    OldLogProbs,
-    RatioLevel,
-    RewardSource,
-    Strategy,
-    WeightScope,
-)
 from verl_like.config.fsdp import FSDPConfig
 from verl_like.config.optim import OptimConfig
 from verl_like.config.profiler import CheckpointConfig, ProfilerConfig
@@ -27,9 +17,9 @@ class ToprConfig(ConfigNode):
     """Weight of rows (or tokens) with a reward of 0 or more."""
     negative_weight: float = 1.0
     """Weight of the others, times their ratio cut at 1."""
-    ratio_level: RatioLevel = RatioLevel.seq
+    ratio_level: enums.RatioLevel = enums.RatioLevel.seq
     """seq: one ratio and one sign for the row, as published; token: each token its own."""
-    reward_source: RewardSource = RewardSource.advantage
+    reward_source: enums.RewardSource = enums.RewardSource.advantage
     """advantage: of adv_estimator; score: the row's score as graded, without baseline."""
 
     def check(self) -> None:
@@ -46,7 +36,7 @@ class SampleWeightConfig(ConfigNode):
     """Weight from 1.5 for the shortest response down to 0.5 for the longest."""
     difficulty_key: str = "difficulty"
     """Name of the number in a dataset row's extra_info that says how difficult it is."""
-    scope: WeightScope = WeightScope.mini_batch
+    scope: enums.WeightScope = enums.WeightScope.mini_batch
     """Rows over which lengths are compared and weights normalised: mini_batch (one optimizer step) or batch (the whole
     rollout batch)."""
 
@@ -84,7 +74,7 @@ class PolicyLossConfig(ConfigNode):
     """Options of topr."""
 
     def check(self) -> None:
-        on_menu(self, "loss_mode", LOSS_MODES, "actor_rollout_ref.actor.policy_loss.loss_mode")
+        on_menu(self, "loss_mode", enums.LOSS_MODES, "actor_rollout_ref.actor.policy_loss.loss_mode")
         above(self, 0, "dro_beta", "kimi_tau")
         at_least(self, 0, "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
         lb, ub = self.clip_cov_lb, self.clip_cov_ub
@@ -97,7 +87,7 @@ class PolicyLossConfig(ConfigNode):
 class ActorConfig(ConfigNode):
     """`actor_rollout_ref.actor.*`."""
 
-    strategy: Strategy = Strategy.fsdp2
+    strategy: enums.Strategy = enums.Strategy.fsdp2
     """Sharding backend; `fsdp` is another name of fsdp2."""
     ppo_mini_batch_size: int = 256
     """[prompts] Prompts of one optimizer step (x rollout.n sequences), over all processes."""
@@ -159,7 +149,7 @@ class ActorConfig(ConfigNode):
     """Passes over the rollout batch in each step."""
     shuffle: bool = False
     """Shuffle prompts before cutting mini-batches, by seed and epoch."""
-    old_log_probs: OldLogProbs = OldLogProbs.auto
+    old_log_probs: enums.OldLogProbs = enums.OldLogProbs.auto
     """Log-probs before the update: recompute (a forward pass), rollout (the sampler's), detach (the first forward of
     the update, exact with one update per step), auto (detach with one update per step, else recompute)."""
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
@@ -188,8 +178,8 @@ class ActorConfig(ConfigNode):
         at_least(self, 0, "clip_ratio", "clip_ratio_low", "clip_ratio_high", "kl_loss_coef")
         above(self, 1, "clip_ratio_c")
         if self.loss_agg_mode is not None:
-            one_of(self, "loss_agg_mode", LOSS_AGG_MODES)
-        on_menu(self, "kl_loss_type", tuple(KLKind), KL_MENU)
+            one_of(self, "loss_agg_mode", enums.LOSS_AGG_MODES)
+        on_menu(self, "kl_loss_type", tuple(enums.KLKind), enums.KL_MENU)
         not_both(self, "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu")
 
 
@@ -197,7 +187,7 @@ class ActorConfig(ConfigNode):
 class RefConfig(ConfigNode):
     """`actor_rollout_ref.ref.*`: the frozen reference, present with use_kl_loss or use_kl_in_reward."""
 
-    strategy: Strategy = Strategy.fsdp2
+    strategy: enums.Strategy = enums.Strategy.fsdp2
     """Sharding backend; follows the actor's."""
     log_prob_micro_batch_size: int | None = None
     """[sequences, all processes] Deprecated: divided by the data-parallel size. Use the per_gpu key."""

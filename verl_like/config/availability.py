@@ -13,12 +13,7 @@ from verl_like.config.schema import find_key, get_value
 _ACTOR = "actor_rollout_ref.actor"
 _REF = "actor_rollout_ref.ref"
 _ROLLOUT = "actor_rollout_ref.rollout"
-_MODELS = (
-    f"{_ACTOR}.fsdp_config",
-    f"{_REF}.fsdp_config",
-    "critic.model.fsdp_config",
-    "reward_model.model.fsdp_config",
-)
+_MODELS = (f"{_ACTOR}.fsdp_config", f"{_REF}.fsdp_config", "critic.model.fsdp_config", "reward_model.model.fsdp_config")
 
 
 # Switch -> (the values that ask for what is not built; None: any that is set, what to do instead).

@@ -94,7 +94,7 @@ class BatchPlan:
         filtering; None leaves the lengths open unless trainer.total_training_steps is set.
         Raises ConfigError listing every size that does not fit.
         """
-        problems = impossible_placement(config)
+        problems = list(impossible_placement(config))
         raise_if_any(problems)
         rollout, prompts = config.actor_rollout_ref.rollout, config.data.train_batch_size
         pools, configs = pools_of(config, world_size), roles_of(config)

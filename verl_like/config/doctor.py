@@ -1,30 +1,19 @@
 """Checks across sections: combinations that cannot work, and settings that can have no effect in this run."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from verl_like.config import doctor_losses, doctor_rollout
 from verl_like.config.availability import not_available, without_effect
 from verl_like.config.doctor_async import ASYNC_IDLE, impossible_async
-from verl_like.config.doctor_correction import (
-    CORRECTION_IDLE,
-    impossible_quantization,
-    risky_baseline,
-    risky_correction,
-    two_policies,
-)
-from verl_like.config.doctor_determinism import impossible_determinism
-from verl_like.config.doctor_endpoint import ENDPOINT_IDLE, impossible_endpoint
 from verl_like.config.doctor_environments import ENV_IDLE, has_turns, impossible_environments
-from verl_like.config.doctor_losses import LOSS_IDLE, aimless_kl, impossible_losses, two_decays, uncorrected_updates
-from verl_like.config.doctor_outcomes import OUTCOME_IDLE, impossible_outcomes
 from verl_like.config.doctor_paths import impossible_paths
 from verl_like.config.doctor_reward_model import REWARD_MODEL_IDLE, impossible_reward_model
 from verl_like.config.doctor_rewards import REWARD_IDLE, impossible_rewards, risky_rewards
 from verl_like.config.doctor_sharding import SHARDING_IDLE, impossible_sharding
-from verl_like.config.doctor_sleep import impossible_sleep
 from verl_like.config.enums import DISCOUNTING_ESTIMATORS, GROUP_ESTIMATORS, OPTIMAL_BASELINE_ESTIMATORS
 from verl_like.config.errors import raise_if_any
-from verl_like.config.idle import Idle, other_estimator
+from verl_like.config.idle import Idle, idle_while, other_estimator
 from verl_like.config.placement import PLACEMENT_IDLE, impossible_placement, is_apart
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.roles import ROLLOUT, needs_critic, needs_reference, roles_of
@@ -51,69 +40,68 @@ def check(
 
 def impossible(config: PPOConfig) -> list[str]:
     """Combinations that cannot work: keys, values, fix."""
-    return (
-        _roles(config)
-        + impossible_losses(config.actor_rollout_ref.actor)
-        + impossible_paths(config)
-        + _lengths(config)
-        + _tools(config)
-        + impossible_outcomes(config)
-        + impossible_environments(config)
-        + impossible_determinism(config)
-        + _run(config)
-        + impossible_rewards(config)
-        + impossible_reward_model(config)
-        + impossible_placement(config)
-        + impossible_async(config)
-        + impossible_endpoint(config)
-        + impossible_quantization(config)
-        + impossible_sleep(config)
-    )
+    return [
+        *_roles(config),
+        *doctor_losses.impossible_losses(config.actor_rollout_ref.actor),
+        *impossible_paths(config),
+        *_lengths(config),
+        *_tools(config),
+        *doctor_rollout.impossible_outcomes(config),
+        *impossible_environments(config),
+        *doctor_rollout.impossible_determinism(config),
+        *_run(config),
+        *impossible_rewards(config),
+        *impossible_reward_model(config),
+        *impossible_placement(config),
+        *impossible_async(config),
+        *doctor_rollout.impossible_endpoint(config),
+        *doctor_losses.impossible_quantization(config),
+        *doctor_rollout.impossible_sleep(config),
+    ]
 
 
-def _roles(config: PPOConfig) -> list[str]:
-    problems = []
+def _roles(config: PPOConfig) -> Iterator[str]:
     policy, algorithm = config.actor_rollout_ref, config.algorithm
     if algorithm.adv_estimator == "gae" and config.critic.enable is False:
-        problems.append(
+        yield (
             "critic.enable=False with algorithm.adv_estimator=gae: gae needs values; "
             "set algorithm.adv_estimator=grpo or critic.enable=true"
         )
     if config.trainer.critic_warmup > 0 and not needs_critic(config.critic, algorithm):
-        problems.append(
+        yield (
             f"trainer.critic_warmup={config.trainer.critic_warmup} without a critic "
             f"(algorithm.adv_estimator={algorithm.adv_estimator}): nothing would be trained; set it to 0"
         )
     if not policy.rollout.do_sample and policy.rollout.n > 1:
-        problems.append(
+        yield (
             f"{_ROLLOUT}.do_sample=False with {_ROLLOUT}.n={policy.rollout.n}: all responses would be "
             f"equal; set do_sample=true or n=1"
         )
     if policy.rollout.name == "hf" and policy.rollout.tensor_model_parallel_size > 1:
         size = policy.rollout.tensor_model_parallel_size
-        problems.append(
+        yield (
             f"{_ROLLOUT}.tensor_model_parallel_size={size} with {_ROLLOUT}.name=hf: "
             f"the hf engine has no tensor parallelism; set it to 1 or use name=vllm"
         )
     if policy.rollout.name == "recorded":
-        problems += _without_engine(config)
+        yield from _without_engine(config)
     rollout = policy.rollout
     counting = rollout.presence_penalty or rollout.frequency_penalty or rollout.bad_words or rollout.stop
     if rollout.use_fire_sampling and rollout.name == "vllm" and counting:
-        problems.append(
+        yield (
             f"{_ROLLOUT}.use_fire_sampling=True with presence_penalty, frequency_penalty, bad_words or stop, and "
             f"{_ROLLOUT}.name=vllm: there the first token is a request of its own, which the rest would not count; "
             "leave one out, or use name=hf or sglang"
         )
     drafts = rollout.engine_kwargs.vllm.get("speculative_config") if rollout.name == "vllm" else None
     if drafts is not None and (not isinstance(drafts, dict) or drafts.get("method") != "ngram"):
-        problems.append(
+        yield (
             f"{_ROLLOUT}.engine_kwargs.vllm.speculative_config={drafts}: the weights of a draft model would not follow "
             "the policy's; use {method: ngram, num_speculative_tokens: 3, prompt_lookup_max: 4}, or leave it out"
         )
     elif drafts is not None:
         if drafts.get("rejection_sample_method") == "synthetic":
-            problems.append(
+            yield (
                 f"{_ROLLOUT}.engine_kwargs.vllm.speculative_config.rejection_sample_method=synthetic: it accepts at a "
                 "rate of its own, and so does not sample from the policy; leave it out"
             )
@@ -122,45 +110,42 @@ def _roles(config: PPOConfig) -> list[str]:
             (f"{_ROLLOUT}.val_kwargs.min_p", rollout.val_kwargs.min_p),
         ):
             if value:
-                problems.append(
+                yield (
                     f"{key}={value} with {_ROLLOUT}.engine_kwargs.vllm.speculative_config: vLLM refuses such requests; "
                     "leave one out"
                 )
-    return problems + impossible_sharding(config) + _validation_sampling(config)
+    yield from dict.fromkeys(impossible_sharding(config))  # with LoRA the reference has the actor's
+    yield from _validation_sampling(config)
 
 
-def _without_engine(config: PPOConfig) -> list[str]:
+def _without_engine(config: PPOConfig) -> Iterator[str]:
     trainer, key = config.trainer, f"{_ROLLOUT}.name=recorded"
-    problems = []
     if trainer.val_before_train or trainer.val_only or trainer.test_freq != -1:
-        problems.append(f"{key}: nothing answers a validation; set trainer.val_before_train=False trainer.test_freq=-1")
+        yield f"{key}: nothing answers a validation; set trainer.val_before_train=False trainer.test_freq=-1"
     if is_apart(config, ROLLOUT):
-        problems.append(f"{key}: there is no engine to be in a pool of its own; leave hybrid_engine and placement out")
-    return problems
+        yield f"{key}: there is no engine to be in a pool of its own; leave hybrid_engine and placement out"
 
 
-def _validation_sampling(config: PPOConfig) -> list[str]:
+def _validation_sampling(config: PPOConfig) -> Iterator[str]:
     rollout = config.actor_rollout_ref.rollout
     val = rollout.val_kwargs
     longest = val.max_tokens or rollout.response_length
     least = rollout.min_tokens if val.min_tokens is None else val.min_tokens
     if not least <= longest <= rollout.response_length:
         inherited = f" (null: {_ROLLOUT}.min_tokens={least})" if val.min_tokens is None and least else ""
-        return [
+        yield (
             f"{_ROLLOUT}.val_kwargs.min_tokens={val.min_tokens}{inherited} and {_ROLLOUT}.val_kwargs.max_tokens="
             f"{val.max_tokens} with {_ROLLOUT}.response_length={rollout.response_length}: each must be the next one's "
             "value at most"
-        ]
-    if not (val.do_sample and val.temperature == 0):
-        return []
-    return [
-        f"{_ROLLOUT}.val_kwargs.do_sample=True with temperature=0.0: sampling needs a temperature; "
-        f"set {_ROLLOUT}.val_kwargs.temperature above 0 or do_sample=false"
-    ]
+        )
+    elif val.do_sample and val.temperature == 0:
+        yield (
+            f"{_ROLLOUT}.val_kwargs.do_sample=True with temperature=0.0: sampling needs a temperature; "
+            f"set {_ROLLOUT}.val_kwargs.temperature above 0 or do_sample=false"
+        )
 
 
-def _lengths(config: PPOConfig) -> list[str]:
-    problems = []
+def _lengths(config: PPOConfig) -> Iterator[str]:
     data, rollout = config.data, config.actor_rollout_ref.rollout
     pairs = (
         ("prompt_length", rollout.prompt_length, "max_prompt_length", data.max_prompt_length),
@@ -168,55 +153,52 @@ def _lengths(config: PPOConfig) -> list[str]:
     )
     for key, value, source, wanted in pairs:
         if value != wanted:
-            problems.append(
+            yield (
                 f"{_ROLLOUT}.{key}={value} with data.{source}={wanted}: one length has two values; "
                 f"set data.{source} only, and leave {_ROLLOUT}.{key} out (a saved config.yaml holds it)"
             )
     longest = data.max_prompt_length + data.max_response_length
     if not rollout.enable_chunked_prefill and rollout.max_num_batched_tokens < longest and rollout.name == "vllm":
-        problems.append(
+        yield (
             f"{_ROLLOUT}.max_num_batched_tokens={rollout.max_num_batched_tokens} with "
             f"enable_chunked_prefill=False: must be at least max_model_len ({longest})"
         )
-    return problems
 
 
-def _tools(config: PPOConfig) -> list[str]:
-    rollout, problems = config.actor_rollout_ref.rollout, []
+def _tools(config: PPOConfig) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
     turns, key = rollout.multi_turn, f"{_ROLLOUT}.multi_turn"
     tools = turns.tool_config_path or turns.function_tool_path or turns.environment_path
     if turns.enable and not (tools or turns.interaction_config_path):
-        problems.append(
+        yield (
             f"{key}.enable=True, but there is nothing that the model could call, and nobody who answers it: set "
             f"{key}.tool_config_path, {key}.function_tool_path, {key}.environment_path or "
             f"{key}.interaction_config_path, or {key}.enable=false"
         )
     if turns.enable and config.data.chat_template == "none":
-        problems.append(
+        yield (
             f"{key}.enable=True with data.chat_template=none: a conversation needs a chat template; use native, or one "
             "of your own"
         )
     default, loops = rollout.agent.default_agent_loop, f"{_ROLLOUT}.agent.agent_loop_config_path"
     if rollout.agent.agent_loop_config_path is None and default not in ("single_turn_agent", "tool_agent"):
-        problems.append(
+        yield (
             f"{_ROLLOUT}.agent.default_agent_loop={default}: choose single_turn_agent or tool_agent, or list it in a "
             f"file of agent loops: {loops}"
         )
     if rollout.agent.agent_loop_config_path is None and not turns.enable and default == "tool_agent":
-        problems.append(f"{_ROLLOUT}.agent.default_agent_loop=tool_agent needs {key}.enable=True")
-    return problems
+        yield f"{_ROLLOUT}.agent.default_agent_loop=tool_agent needs {key}.enable=True"
 
 
-def _run(config: PPOConfig) -> list[str]:
-    problems = []
+def _run(config: PPOConfig) -> Iterator[str]:
     trainer = config.trainer
     if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
-        problems.append(
+        yield (
             "trainer.resume_mode=resume_path without trainer.resume_from_path: give the checkpoint's "
             "global_step_N folder, or use resume_mode=auto"
         )
     if trainer.max_restarts and trainer.del_local_ckpt_after_load and trainer.default_hdfs_dir is None:
-        problems.append(
+        yield (
             f"trainer.max_restarts={trainer.max_restarts} with trainer.del_local_ckpt_after_load=True: a restart "
             "before the next checkpoint would begin at step 0; set trainer.default_hdfs_dir, or leave out one of them"
         )
@@ -225,21 +207,19 @@ def _run(config: PPOConfig) -> list[str]:
         and not trainer.val_only
         and (trainer.test_freq == -1 or not config.data.val_files)
     ):
-        problems.append(
+        yield (
             f"trainer.best_metric={trainer.best_metric} with trainer.test_freq={trainer.test_freq}, data.val_files="
             f"{config.data.val_files}: no step is validated; set both, or leave it out"
         )
     elif trainer.early_stop_patience is not None and trainer.test_freq is None:
-        problems.append(
+        yield (
             f"trainer.early_stop_patience={trainer.early_stop_patience} with trainer.test_freq=null: the first "
             "validation of a step is after the last; set test_freq"
         )
     if trainer.val_only and not config.data.val_files:
-        problems.append(
-            "trainer.val_only=True with data.val_files=[]: there is nothing to validate on; set data.val_files"
-        )
+        yield "trainer.val_only=True with data.val_files=[]: there is nothing to validate on; set data.val_files"
     if trainer.launcher == "local" and (trainer.nnodes, trainer.n_gpus_per_node) not in ((1, 1), (1, "auto")):
-        problems.append(
+        yield (
             f"trainer.launcher=local with trainer.nnodes={trainer.nnodes}, trainer.n_gpus_per_node="
             f"{trainer.n_gpus_per_node}: local runs one process; set both to 1 or launcher=ray"
         )
@@ -249,52 +229,30 @@ def _run(config: PPOConfig) -> list[str]:
     ):
         missing = sorted(set(checkpoint.load_contents) - set(checkpoint.save_contents) - {"hf_model"})
         if missing and trainer.resume_mode == "auto" and (trainer.save_freq or -1) > 0:
-            problems.append(
+            yield (
                 f"{section}.checkpoint.load_contents={checkpoint.load_contents} asks for {missing}, which "
                 f"save_contents={checkpoint.save_contents} leaves out: a resume would fail; set them equal"
             )
-    return problems
 
 
 def _no_critic(config: PPOConfig) -> bool:
     return not needs_critic(config.critic, config.algorithm)
 
 
-_SERVING_ENGINES = tuple(
-    f"{_ROLLOUT}.{name}"
-    for name in (
-        "gpu_memory_utilization",
-        "enforce_eager",
-        "cudagraph_capture_sizes",
-        "enable_chunked_prefill",
-        "enable_prefix_caching",
-        "disable_log_stats",
-    )
-)
+_OF_SERVERS = ("gpu_memory_utilization", "enforce_eager", "cudagraph_capture_sizes", "enable_chunked_prefill")
+_OF_SERVERS += ("enable_prefix_caching", "disable_log_stats")
 
 IDLE: tuple[Idle, ...] = (
-    *CORRECTION_IDLE,
+    *doctor_losses.CORRECTION_IDLE,
     Idle(
         (f"{_REF}.",),
         lambda c: not needs_reference(c),
         f"no KL term needs a reference ({_ACTOR}.use_kl_loss and algorithm.use_kl_in_reward are false)",
     ),
     Idle(("critic.",), _no_critic, "there is no critic (algorithm.adv_estimator is not gae)"),
-    Idle(
-        (f"{_ACTOR}.kl_loss_coef", f"{_ACTOR}.kl_loss_type"),
-        lambda c: not c.actor_rollout_ref.actor.use_kl_loss,
-        f"{_ACTOR}.use_kl_loss is false",
-    ),
-    Idle(
-        ("algorithm.kl_penalty", "algorithm.kl_ctrl."),
-        lambda c: not c.algorithm.use_kl_in_reward,
-        "algorithm.use_kl_in_reward is false",
-    ),
-    Idle(
-        ("algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"),
-        lambda c: c.algorithm.use_kl_in_reward and c.algorithm.kl_ctrl.type == "fixed",
-        "algorithm.kl_ctrl.type is fixed",
-    ),
+    idle_while(f"{_ACTOR}.use_kl_loss", "false", f"{_ACTOR}.kl_loss_coef", f"{_ACTOR}.kl_loss_type"),
+    idle_while("algorithm.use_kl_in_reward", "false", "algorithm.kl_penalty", "algorithm.kl_ctrl."),
+    idle_while("algorithm.kl_ctrl.type", "fixed", "algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"),
     Idle(
         ("algorithm.gamma",),
         lambda c: other_estimator(c, *DISCOUNTING_ESTIMATORS, *OPTIMAL_BASELINE_ESTIMATORS, "remax"),
@@ -311,22 +269,13 @@ IDLE: tuple[Idle, ...] = (
         lambda c: other_estimator(c, "grpo", "grpo_passk", "gdpo", "gigpo"),
         "algorithm.adv_estimator is not grpo, grpo_passk, gdpo or gigpo",
     ),
-    *LOSS_IDLE,
-    Idle(
-        (f"{_ACTOR}.loss_scale_factor",),
-        lambda c: c.actor_rollout_ref.actor.loss_agg_mode != "seq-mean-token-sum-norm",
-        f"{_ACTOR}.loss_agg_mode is not seq-mean-token-sum-norm",
-    ),
+    *doctor_losses.LOSS_IDLE,
+    idle_while(f"{_ACTOR}.loss_agg_mode", "not seq-mean-token-sum-norm", f"{_ACTOR}.loss_scale_factor"),
     *(
-        Idle(
-            (f"{section}.optim.min_lr_ratio", f"{section}.optim.num_cycles"),
-            condition,
-            f"{section}.optim.warmup_style is constant",
+        idle_while(
+            f"{section}.optim.warmup_style", "constant", f"{section}.optim.min_lr_ratio", f"{section}.optim.num_cycles"
         )
-        for section, condition in (
-            (_ACTOR, lambda c: c.actor_rollout_ref.actor.optim.warmup_style == "constant"),
-            ("critic", lambda c: c.critic.optim.warmup_style == "constant" and not _no_critic(c)),
-        )
+        for section in (_ACTOR, "critic")
     ),
     Idle(
         (f"{_ACTOR}.optim.lr_warmup_steps_ratio",),
@@ -346,21 +295,17 @@ IDLE: tuple[Idle, ...] = (
     ),
     *SHARDING_IDLE,
     *PLACEMENT_IDLE,
-    *OUTCOME_IDLE,
+    *doctor_rollout.OUTCOME_IDLE,
     *ENV_IDLE,
     *ASYNC_IDLE,
-    *ENDPOINT_IDLE,
+    *doctor_rollout.ENDPOINT_IDLE,
     Idle(
-        _SERVING_ENGINES,
+        tuple(f"{_ROLLOUT}.{name}" for name in _OF_SERVERS),
         lambda c: c.actor_rollout_ref.rollout.name in ("hf", "openai"),
         f"{_ROLLOUT}.name is hf or openai",
     ),
     *(
-        Idle(
-            (f"{_ROLLOUT}.engine_kwargs.{engine}",),
-            lambda c, engine=engine: c.actor_rollout_ref.rollout.name != engine,
-            f"{_ROLLOUT}.name is not {engine}",
-        )
+        idle_while(f"{_ROLLOUT}.name", f"not {engine}", f"{_ROLLOUT}.engine_kwargs.{engine}")
         for engine in ("vllm", "sglang")
     ),
     Idle(
@@ -368,37 +313,21 @@ IDLE: tuple[Idle, ...] = (
         lambda c: c.trainer.device == "cpu" and c.actor_rollout_ref.rollout.name != "hf",
         "trainer.device is cpu",
     ),
-    Idle(
-        tuple(f"{_ROLLOUT}.val_kwargs.{name}" for name in ("temperature", "top_p", "top_k", "min_p")),
-        lambda c: not c.actor_rollout_ref.rollout.val_kwargs.do_sample,
-        f"{_ROLLOUT}.val_kwargs.do_sample is false",
+    idle_while(
+        f"{_ROLLOUT}.val_kwargs.do_sample",
+        "false",
+        *(f"{_ROLLOUT}.val_kwargs.{name}" for name in ("temperature", "top_p", "top_k", "min_p")),
     ),
     Idle(
         (f"{_ROLLOUT}.multi_turn.", f"{_ROLLOUT}.agent.num_workers"),
         lambda c: not has_turns(c),
         f"{_ROLLOUT}.multi_turn.enable is false",
     ),
-    Idle(
-        (f"{_ROLLOUT}.sync_probe_tolerance",),
-        lambda c: not c.actor_rollout_ref.rollout.sync_probe,
-        f"{_ROLLOUT}.sync_probe is false",
-    ),
-    Idle(
-        ("data.filter_overlong_prompts_workers",),
-        lambda c: not c.data.filter_overlong_prompts,
-        "data.filter_overlong_prompts is false",
-    ),
-    Idle(("data.seed",), lambda c: not c.data.shuffle, "data.shuffle is false"),
-    Idle(
-        ("data.sampler.class_name", "data.sampler.kwargs"),
-        lambda c: c.data.sampler.class_path is None,
-        "data.sampler.class_path is null",
-    ),
-    Idle(
-        ("data.custom_cls.name", "data.custom_cls.kwargs"),
-        lambda c: c.data.custom_cls.path is None,
-        "data.custom_cls.path is null",
-    ),
+    idle_while(f"{_ROLLOUT}.sync_probe", "false", f"{_ROLLOUT}.sync_probe_tolerance"),
+    idle_while("data.filter_overlong_prompts", "false", "data.filter_overlong_prompts_workers"),
+    idle_while("data.shuffle", "false", "data.seed"),
+    idle_while("data.sampler.class_path", "null", "data.sampler.class_name", "data.sampler.kwargs"),
+    idle_while("data.custom_cls.path", "null", "data.custom_cls.name", "data.custom_cls.kwargs"),
     Idle(
         ("data.extra",),
         lambda c: c.data.custom_cls.path is None and c.data.sampler.class_path is None,
@@ -409,14 +338,10 @@ IDLE: tuple[Idle, ...] = (
         lambda c: c.data.sampler.class_path is not None,
         "data.sampler draws the prompts",
     ),
-    Idle(("data.max_prompt_id_length",), lambda c: c.data.prompt_id_key is None, "data.prompt_id_key is not set"),
+    idle_while("data.prompt_id_key", "not set", "data.max_prompt_id_length"),
     Idle(("critic.model.custom_chat_template",), lambda c: True, "the critic sees the policy's tokens"),
-    Idle(
-        ("trainer.resume_from_path",),
-        lambda c: c.trainer.resume_mode != "resume_path",
-        "trainer.resume_mode is not resume_path",
-    ),
-    Idle(("trainer.best_mode",), lambda c: c.trainer.best_metric is None, "trainer.best_metric is not set"),
+    idle_while("trainer.resume_mode", "not resume_path", "trainer.resume_from_path"),
+    idle_while("trainer.best_metric", "not set", "trainer.best_mode"),
     Idle(
         ("trainer.total_epochs",),
         lambda c: c.trainer.total_training_steps is not None,
@@ -442,21 +367,14 @@ IDLE: tuple[Idle, ...] = (
         lambda c: c.actor_rollout_ref.rollout.name == "recorded",
         f"{_ROLLOUT}.name=recorded: the responses of each group are there",
     ),
-    Idle(("ray_init.",), lambda c: c.trainer.launcher == "local", "trainer.launcher is local"),
-    Idle(
-        ("custom_reward_function.name",),
-        lambda c: c.custom_reward_function.path is None,
-        "custom_reward_function.path is not set",
+    idle_while("trainer.launcher", "local", "ray_init."),
+    idle_while(
+        "custom_reward_function.path", "not set", "custom_reward_function.name", "custom_reward_function.reward_kwargs"
     ),
     Idle(
         ("reward_model.rule", "reward_model.rule_by_source", "reward_model.rule_kwargs"),
         lambda c: c.custom_reward_function.path is not None and not c.reward_model.weights,
         "custom_reward_function.path grades all rows",
-    ),
-    Idle(
-        ("custom_reward_function.reward_kwargs",),
-        lambda c: c.custom_reward_function.path is None,
-        "custom_reward_function.path is not set",
     ),
     *REWARD_IDLE,
     *REWARD_MODEL_IDLE,
@@ -493,67 +411,67 @@ def covers(row: Idle, key: str) -> bool:
 
 def risky(config: PPOConfig) -> list[str]:
     """Settings that work but are probably not meant."""
-    return _greedy_validation(config) + risky_training(config)
+    return [*_greedy_validation(config), *risky_training(config)]
 
 
-def risky_training(config: PPOConfig) -> list[str]:
+def risky_training(config: PPOConfig) -> Iterator[str]:
     """Those of them that concern training alone."""
     actor = config.actor_rollout_ref.actor
-    lines = _odd_budgets(config)
+    yield from _odd_budgets(config)
     estimator = config.algorithm.adv_estimator
     compares = (*GROUP_ESTIMATORS, *OPTIMAL_BASELINE_ESTIMATORS, "gdpo", "gigpo")
     if estimator in compares and config.actor_rollout_ref.rollout.n == 1:
-        lines.append(
+        yield (
             f"{_ROLLOUT}.n=1 with algorithm.adv_estimator={estimator}: a group of one has nothing to compare with; "
             f"set {_ROLLOUT}.n to 2 or more"
         )
     rollout = config.actor_rollout_ref.rollout
-    lines += risky_correction(config) + risky_baseline(config)
-    if two_policies(config) and distortions(rollout):
+    yield from doctor_losses.risky_correction(config)
+    yield from doctor_losses.risky_baseline(config)
+    if doctor_losses.two_policies(config) and distortions(rollout):
         cause, fix = f"{_ACTOR}.old_log_probs=rollout", f"set {_ACTOR}.old_log_probs=recompute"
         if config.algorithm.rollout_correction.bypass_mode:
             cause, fix = "algorithm.rollout_correction.bypass_mode=True", "leave bypass_mode and old_log_probs out"
-        lines.append(
+        yield (
             f"{cause} with {_ROLLOUT}.{', '.join(distortions(rollout))}: the sampler's log-probs are those of the "
             "changed distribution, the trainer's of the model's own: ratios are not 1 before the first update; leave "
             f"them at their defaults, or {fix}"
         )
-    lines += two_decays(config) + uncorrected_updates(config) + aimless_kl(config) + risky_rewards(config)
+    yield from doctor_losses.two_decays(config)
+    yield from doctor_losses.uncorrected_updates(config)
+    yield from doctor_losses.aimless_kl(config)
+    yield from risky_rewards(config)
     if (config.trainer.save_freq or -1) > 0 and "model" not in actor.checkpoint.save_contents:
-        lines.append(
+        yield (
             f"{_ACTOR}.checkpoint.save_contents={actor.checkpoint.save_contents} leaves out model: a run cannot be "
             "resumed from such checkpoints"
         )
-    return lines
 
 
-def _greedy_validation(config: PPOConfig) -> list[str]:
+def _greedy_validation(config: PPOConfig) -> Iterator[str]:
     val = config.actor_rollout_ref.rollout.val_kwargs
-    if val.do_sample or val.n == 1:
-        return []
-    return [
-        f"{_ROLLOUT}.val_kwargs.n={val.n} without sampling: all responses to a validation prompt will be equal; set "
-        f"{_ROLLOUT}.val_kwargs.do_sample=true and a temperature, or n=1"
-    ]
+    if not val.do_sample and val.n != 1:
+        yield (
+            f"{_ROLLOUT}.val_kwargs.n={val.n} without sampling: all responses to a validation prompt will be equal; "
+            f"set {_ROLLOUT}.val_kwargs.do_sample=true and a temperature, or n=1"
+        )
 
 
-def _odd_budgets(config: PPOConfig) -> list[str]:
+def _odd_budgets(config: PPOConfig) -> Iterator[str]:
     """Token budgets that hold no sequence of full length, or more than there will ever be."""
     longest = config.data.max_prompt_length + config.data.max_response_length
     whole = config.data.train_batch_size * config.actor_rollout_ref.rollout.n * longest
     used = [cut for role in roles_of(config).values() for cut in role.passes.values()]
     budgets = {cut.budget_key: cut for cut in used if cut.by_tokens}
-    lines = []
     for key, cut in budgets.items():
         if key.endswith(".ppo_max_token_len_per_gpu") and cut.budget * cut.ulysses < longest:
-            lines.append(
+            yield (
                 f"{key}={cut.budget} is below data.max_prompt_length + data.max_response_length = {longest}: a longer "
                 "sequence makes a micro-batch of its own and takes more memory than planned; set "
                 f"{key}={math.ceil(longest / cut.ulysses)} or more"
             )
         elif cut.budget > max(whole, _MANY_TOKENS):
-            lines.append(
+            yield (
                 f"{key}={cut.budget} is more than a whole rollout batch can hold ({whole} tokens): nothing is cut, and "
                 "memory is not bounded; set it to what fits one process"
             )
-    return lines

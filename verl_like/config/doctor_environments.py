@@ -1,6 +1,8 @@
 """Checks of `env.*`."""
 
-from verl_like.config.idle import Idle
+from collections.abc import Iterator
+
+from verl_like.config.idle import Idle, idle_while
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.rollout import runs_agent_loops, runs_programs
 
@@ -15,31 +17,27 @@ def has_turns(config: PPOConfig) -> bool:
     )
 
 
-def impossible_environments(config: PPOConfig) -> list[str]:
+def impossible_environments(config: PPOConfig) -> Iterator[str]:
     """Combinations that cannot work: keys, values, fix."""
     rollout, tags = config.actor_rollout_ref.rollout, config.env.train.tags
     if runs_programs(rollout) and (rollout.multi_turn.enable or runs_agent_loops(rollout) or tags):
-        return [
+        yield (
             f"{_GATEWAY}path={rollout.gateway.path}, {_GATEWAY}command={rollout.gateway.command} beside "
             "multi_turn.enable=True, agent loops or env.train.tags: a program is the whole episode; choose one of them"
-        ]
-    if rollout.gateway.path is not None and rollout.gateway.command is not None:
-        return [
-            f"{_GATEWAY}path={rollout.gateway.path} beside {_GATEWAY}command: one program is the episode; remove one"
-        ]
-    if not tags:
-        return []
-    problems = []
+        )
+    elif rollout.gateway.path is not None and rollout.gateway.command is not None:
+        yield f"{_GATEWAY}path={rollout.gateway.path} beside {_GATEWAY}command: one program is the episode; remove one"
+    if runs_programs(rollout) or not tags:
+        return
     if rollout.multi_turn.enable or runs_agent_loops(rollout):
-        problems.append(
+        yield (
             f"env.train.tags={tags} beside actor_rollout_ref.rollout.multi_turn.enable=True or agent loops: an "
             "environment answers every message itself; choose one of them"
         )
     if config.data.chat_template == "none":
-        problems.append(f"env.train.tags={tags} with data.chat_template=none: a conversation needs a chat template")
+        yield f"env.train.tags={tags} with data.chat_template=none: a conversation needs a chat template"
     if config.trainer.total_training_steps is None:
-        problems.append(f"env.train.tags={tags}: environments have no last row; set trainer.total_training_steps")
-    return problems
+        yield f"env.train.tags={tags}: environments have no last row; set trainer.total_training_steps"
 
 
 _OF_FILES = (
@@ -49,8 +47,8 @@ _OF_FILES = (
 )
 ENV_IDLE: tuple[Idle, ...] = (
     Idle(_OF_FILES, lambda c: bool(c.env.train.tags), "env.train.tags plays environments, which score themselves"),
-    Idle(("env.",), lambda c: not c.env.train.tags, "env.train.tags is empty"),
-    Idle(("env.render_save_dir", "env.val."), lambda c: not c.env.val.tags, "env.val.tags is empty"),
+    idle_while("env.train.tags", "empty", "env."),
+    idle_while("env.val.tags", "empty", "env.render_save_dir", "env.val."),
     Idle(
         (f"{_GATEWAY}host", f"{_GATEWAY}port"),
         lambda c: not runs_programs(c.actor_rollout_ref.rollout),

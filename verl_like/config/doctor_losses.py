@@ -1,30 +1,121 @@
-"""The doctor's checks of the policy's update: which loss reads which knob, and terms that cannot work together."""
+"""The doctor's checks of the policy's update: which loss reads which knob, terms that cannot work together, and what
+corrects for the sampler (algorithm.rollout_correction)."""
 
+from collections.abc import Iterator
+
+from verl_like.config import batch_plan
 from verl_like.config.actor import ActorConfig
 from verl_like.config.batch_plan import takes_own_log_probs
-from verl_like.config.doctor_correction import is_reinforce
+from verl_like.config.correction import corrects
 from verl_like.config.enums import LOSS_MODES
-from verl_like.config.idle import Idle
+from verl_like.config.idle import Idle, idle_while
 from verl_like.config.loss_knobs import FIXED_AGGREGATION, IDLE_AT_RATIO_ONE, READ_BY, UNBIASED_KL_KINDS
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.roles import needs_critic
+from verl_like.config.rollout import distortions
 
 _ACTOR = "actor_rollout_ref.actor"
+_SECTION = "algorithm.rollout_correction"
+_ROLLOUT = "actor_rollout_ref.rollout"
 
 
-def impossible_losses(actor: ActorConfig) -> list[str]:
+def two_policies(config: PPOConfig) -> bool:
+    """Whether the loss compares with the sampler's policy (bypass mode)."""
+    return batch_plan.two_policies(config.actor_rollout_ref.actor, config.algorithm.rollout_correction)
+
+
+def is_reinforce(config: PPOConfig) -> bool:
+    """Whether the policy loss is bypass mode's -log-prob x advantage."""
+    return two_policies(config) and config.algorithm.rollout_correction.loss_type == "reinforce"
+
+
+def weights_idle(config: PPOConfig) -> bool:
+    """With two policies the ratio of the PPO loss is the correction: further weights would count it twice."""
+    return two_policies(config) and not is_reinforce(config)
+
+
+def impossible_quantization(config: PPOConfig) -> Iterator[str]:
+    """rollout.quantization: the engine that has it, and the correction that it needs."""
+    rollout, kind = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.quantization
+    if kind is None:
+        return
+    key = f"{_ROLLOUT}.quantization={kind}"
+    engine = {"fp8": "vllm", "int8": "hf"}[kind]
+    if rollout.name not in (engine, "recorded"):
+        why = "SGLang takes no weights after it has quantised its own; " if rollout.name == "sglang" else ""
+        yield f"{key} with {_ROLLOUT}.name={rollout.name}: {why}set name={engine}, or quantization=null"
+    if config.actor_rollout_ref.model.lora_rank and not config.actor_rollout_ref.model.lora.merge:
+        yield f"{key} with actor_rollout_ref.model.lora.merge=False: set it to True"
+    if config.algorithm.rollout_correction.rollout_is is None and not two_policies(config):
+        yield (
+            f"{key} without {_SECTION}.rollout_is: responses are sampled from other probabilities than the trainer's, "
+            f"which truncated importance weights put right; set {_SECTION}.rollout_is=token"
+        )
+
+
+def risky_correction(config: PPOConfig) -> Iterator[str]:
+    """Settings that work but are probably not meant."""
+    rollout = config.actor_rollout_ref.rollout
+    changed = distortions(rollout)
+    if not changed:
+        return
+    corrected = corrects(config.algorithm.rollout_correction)
+    cause = (
+        f"with {_ROLLOUT}.{', '.join(changed)}: the sampler's log-probs are those of the changed distribution, the "
+        "trainer's of the model's own, which is the one that is trained: "
+    )
+    fix = "leave them at their defaults (top_p=1, top_k=-1, penalties off)"
+    yield (
+        f"training/rollout_probs_diff_* and rollout_corr/* {cause}they show the change (a mean of 0.02 is usual) even "
+        f"if the two engines agree to 1e-5, and cannot warn when they do not; {fix}, or judge the engines by "
+        "weight_sync/probe_gap"
+    )
+    penalties = [each for each in changed if "_penalty" in each]
+    if penalties and not two_policies(config):
+        yield (
+            f"{_ROLLOUT}.{', '.join(penalties)}: the ratio of the loss knows no penalty (old log-probs are the model's "
+            "own), so tokens that a penalty made rarer or likelier are trained as if the model had chosen them; "
+            + ("the correction's weights put that right" if corrected else f"{_SECTION}.rollout_is=token weighs it")
+        )
+    if rollout.use_fire_sampling and not corrected and not two_policies(config):
+        yield (
+            f"{_ROLLOUT}.use_fire_sampling=True: the ratio of the loss takes the first token of each response, drawn "
+            f"at a high temperature, for the model's own choice, as verl does; {_SECTION}.rollout_is=token weighs it"
+        )
+    if corrected and len(penalties) + rollout.use_fire_sampling < len(changed):
+        yield f"{_SECTION} {cause}of a cut distribution every weight is below 1; {fix}"
+
+
+def risky_baseline(config: PPOConfig) -> Iterator[str]:
+    """remax compares rewards with that of the greedy response, which enters no statistic of the batch."""
+    algorithm, rollout = config.algorithm, config.actor_rollout_ref.rollout
+    if algorithm.adv_estimator != "remax":
+        return
+    norm, agent = algorithm.reward_norm, algorithm.agent_reward_norm
+    by_statistic = (norm.mean, norm.std, norm.kind) != (None, None, None) or agent.method != "identity"
+    if algorithm.reward_scaling.enable or by_statistic:
+        yield (
+            "algorithm.adv_estimator=remax with normalised rewards: the greedy response's reward is not normalised, so "
+            "it is a poor baseline; leave reward_norm, reward_scaling and agent_reward_norm out"
+        )
+    if not rollout.do_sample:
+        yield (
+            f"algorithm.adv_estimator=remax with {_ROLLOUT}.do_sample=False: the response is the greedy one, and every "
+            f"advantage 0; set {_ROLLOUT}.do_sample=true"
+        )
+
+
+def impossible_losses(actor: ActorConfig) -> Iterator[str]:
     """Combinations that cannot work: keys, values, fix."""
-    problems = []
     if actor.use_kl_loss and actor.use_unbiased_kl and actor.kl_loss_type not in UNBIASED_KL_KINDS:
-        problems.append(
+        yield (
             f"{_ACTOR}.use_unbiased_kl=True with {_ACTOR}.kl_loss_type={actor.kl_loss_type}: a ratio corrects an "
             f"estimate that is unbiased on the policy's own samples; use one of {', '.join(UNBIASED_KL_KINDS)}"
         )
     if actor.rl_loss_coef == 0 and actor.sft_loss_coef == 0 and actor.entropy_coeff == 0:
-        problems.append(
+        yield (
             f"{_ACTOR}.rl_loss_coef=0 with {_ACTOR}.sft_loss_coef=0: nothing would be trained; set one of them above 0"
         )
-    return problems
 
 
 def two_decays(config: PPOConfig) -> list[str]:
@@ -112,15 +203,34 @@ LOSS_IDLE: tuple[Idle, ...] = (
         lambda c: takes_own_log_probs(c) and _actor(c).ratio_skip_threshold is not None,
         "with one update per rollout batch the old log-probs are the update's own: all ratios are 1",
     ),
-    Idle((f"{_ACTOR}.use_unbiased_kl",), lambda c: not _actor(c).use_kl_loss, f"{_ACTOR}.use_kl_loss is false"),
-    Idle(
-        (f"{_ACTOR}.sample_weight.difficulty_key",),
-        lambda c: not _actor(c).sample_weight.difficulty,
-        f"{_ACTOR}.sample_weight.difficulty is false",
-    ),
+    idle_while(f"{_ACTOR}.use_kl_loss", "false", f"{_ACTOR}.use_unbiased_kl"),
+    idle_while(f"{_ACTOR}.sample_weight.difficulty", "false", f"{_ACTOR}.sample_weight.difficulty_key"),
     Idle(
         (f"{_ACTOR}.sample_weight.scope",),
         lambda c: not (_actor(c).sample_weight.difficulty or _actor(c).sample_weight.length),
         f"{_ACTOR}.sample_weight.difficulty and .length are false",
+    ),
+)
+
+
+CORRECTION_IDLE: tuple[Idle, ...] = (
+    idle_while(
+        f"{_SECTION}.rollout_is",
+        "not set",
+        f"{_SECTION}.rollout_is_threshold",
+        f"{_SECTION}.rollout_is_batch_normalize",
+    ),
+    idle_while(f"{_SECTION}.rollout_rs", "not set", f"{_SECTION}.rollout_rs_threshold"),
+    Idle(
+        (f"{_SECTION}.rollout_is", f"{_SECTION}.rollout_is_threshold", f"{_SECTION}.rollout_is_batch_normalize"),
+        lambda c: weights_idle(c) and c.algorithm.rollout_correction.rollout_is is not None,
+        f"the loss's own ratio is trainer / sampler ({_SECTION}.bypass_mode or actor.old_log_probs=rollout, with "
+        "loss_type=ppo_clip)",
+    ),
+    Idle((f"{_SECTION}.loss_type",), lambda c: not two_policies(c), f"{_SECTION}.bypass_mode is false"),
+    Idle(
+        ("actor_rollout_ref.actor.policy_loss.loss_mode",),
+        is_reinforce,
+        f"{_SECTION}.loss_type=reinforce sets the loss",
     ),
 )

@@ -1,6 +1,6 @@
 """Where a run's models, tokenizers and data lie: the keys that say so, and what can be said of them without looking."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.roles import needs_critic
@@ -45,10 +45,8 @@ def named_files(files: Files, name: str = "") -> list[tuple[str, str]]:
     return [(name, path) for path in ([files] if isinstance(files, str) else files)]
 
 
-def impossible_paths(config: PPOConfig) -> list[str]:
+def impossible_paths(config: PPOConfig) -> Iterator[str]:
     """Paths that name nothing on this machine and nothing on the Hugging Face hub: key, value, fix."""
-    problems = []
     for key, path in model_paths(config).items():
         if not path.strip():
-            problems.append(f"{key}={path!r} is empty (an unset shell variable?): name a folder or a model on the hub")
-    return problems
+            yield f"{key}={path!r} is empty (an unset shell variable?): name a folder or a model on the hub"

@@ -1,10 +1,11 @@
 """The doctor's checks of everything between a score and an advantage: reward shaping, dynamic sampling."""
 
 import math
+from collections.abc import Iterator
 
 from verl_like.config.doctor_environments import has_turns
 from verl_like.config.enums import REWARD_MANAGERS, STEP_ESTIMATORS, WHITENING_ESTIMATORS
-from verl_like.config.idle import Idle, other_estimator
+from verl_like.config.idle import Idle, idle_while, other_estimator
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.reward_execution import JudgeConfig
 from verl_like.config.roles import generates
@@ -15,24 +16,24 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 
 def impossible_rewards(config: PPOConfig) -> list[str]:
     """Combinations that cannot work: keys, values, fix."""
-    return (
-        _managers(config)
-        + _normalisation(config)
-        + _overlong(config)
-        + _filter_groups(config)
-        + _groups(config)
-        + _estimators(config)
-        + _positive(config)
-        + _controller(config)
-    )
+    return [
+        *_managers(config),
+        *_normalisation(config),
+        *_overlong(config),
+        *_filter_groups(config),
+        *_groups(config),
+        *_estimators(config),
+        *_positive(config),
+        *_controller(config),
+    ]
 
 
-def _managers(config: PPOConfig) -> list[str]:
+def _managers(config: PPOConfig) -> Iterator[str]:
     """Graders that are set up and would never be asked."""
-    reward, problems = config.reward_model, []
+    reward = config.reward_model
     own = reward.reward_manager not in REWARD_MANAGERS
     if own and reward.weights:
-        problems.append(
+        yield (
             f"reward_model.reward_manager={reward.reward_manager} with reward_model.weights: a class of your own gives "
             "the whole reward; add the parts up in it, or use reward_manager=naive"
         )
@@ -43,23 +44,22 @@ def _managers(config: PPOConfig) -> list[str]:
         "reward_model.weights": bool(reward.weights),
     }
     if reward.judge.prompt_file is not None and reward.judge.prompt != JudgeConfig().prompt:
-        problems.append(
+        yield (
             f"reward_model.judge.prompt_file={reward.judge.prompt_file} with reward_model.judge.prompt: leave one out"
         )
     if reward.judge.url is not None and not asked and any(others.values()):
         named = " and ".join(name for name, is_set in others.items() if is_set)
-        problems.append(
+        yield (
             f"reward_model.judge.url={reward.judge.url} with {named}: the judge would never be asked; name it in "
             "reward_model.weights, as in {'*': {custom: 1.0, judge: 0.5}}, or leave its url out"
         )
-    return problems
 
 
-def _normalisation(config: PPOConfig) -> list[str]:
-    algorithm, problems = config.algorithm, []
+def _normalisation(config: PPOConfig) -> Iterator[str]:
+    algorithm = config.algorithm
     norm, agent = algorithm.reward_norm, algorithm.agent_reward_norm
     if norm.kind is not None and (norm.mean, norm.std) != (None, None):
-        problems.append(
+        yield (
             f"algorithm.reward_norm.kind={norm.kind} with mean={norm.mean}, std={norm.std}: kind is short for both; "
             "leave kind null, or mean and std"
         )
@@ -73,76 +73,69 @@ def _normalisation(config: PPOConfig) -> list[str]:
         if is_on
     ]
     if len(on) > 1:
-        problems.append(f"{' and '.join(on)} are both set: rewards can be normalised in one way; keep one of them")
+        yield f"{' and '.join(on)} are both set: rewards can be normalised in one way; keep one of them"
     if agent.method != "identity" and agent.grouping == "state" and config.actor_rollout_ref.rollout.n == 1:
-        problems.append(
+        yield (
             f"algorithm.agent_reward_norm.method={agent.method} with grouping=state and {_ROLLOUT}.n=1: every group is "
             f"one response, so that all rewards become 0; set {_ROLLOUT}.n to 2 or more, or grouping=batch"
         )
-    return problems
 
 
-def _overlong(config: PPOConfig) -> list[str]:
+def _overlong(config: PPOConfig) -> Iterator[str]:
     buffer, longest = config.reward_model.overlong_buffer, config.data.max_response_length
-    if not buffer.enable:
-        return []
-    if not 0 < buffer.len <= longest:
-        return [
+    if buffer.enable and not 0 < buffer.len <= longest:
+        yield (
             f"reward_model.overlong_buffer.len={buffer.len} with enable=True: must be 1 to data.max_response_length="
             f"{longest}"
-        ]
-    return []
+        )
 
 
-def _filter_groups(config: PPOConfig) -> list[str]:
+def _filter_groups(config: PPOConfig) -> Iterator[str]:
     rules, data, n = config.algorithm.filter_groups, config.data, config.actor_rollout_ref.rollout.n
     if not rules.enable:
-        return []
-    problems = []
+        return
     if n == 1:
-        problems.append(
+        yield (
             f"algorithm.filter_groups.enable=True with {_ROLLOUT}.n=1: one response cannot differ from others; set "
             f"{_ROLLOUT}.n to 2 or more, or enable=false"
         )
     if rules.metric == "seq_final_reward" and config.algorithm.use_kl_in_reward:
-        problems.append(
+        yield (
             "algorithm.filter_groups.metric=seq_final_reward with algorithm.use_kl_in_reward=True: groups are chosen "
             "before log-probs are known; use metric=seq_reward"
         )
     draw = data.gen_batch_size or data.train_batch_size
     if rules.resample and 0 < rules.max_num_gen_batches * draw < data.train_batch_size:
-        problems.append(
+        yield (
             f"algorithm.filter_groups.max_num_gen_batches={rules.max_num_gen_batches} draws of data.gen_batch_size="
             f"{draw} can never fill data.train_batch_size={data.train_batch_size}; raise one of the two"
         )
-    return problems
 
 
-def _groups(config: PPOConfig) -> list[str]:
-    rollout, least, problems = config.actor_rollout_ref.rollout, config.algorithm.min_group_size, []
+def _groups(config: PPOConfig) -> Iterator[str]:
+    rollout, least = config.actor_rollout_ref.rollout, config.algorithm.min_group_size
     extra, batch = rollout.scheduler.additional_prompts, config.data.train_batch_size
     if least is not None and least > rollout.n:
-        problems.append(
+        yield (
             f"algorithm.min_group_size={least} with {_ROLLOUT}.n={rollout.n}: no group is so "
             "large; lower it, or raise n"
         )
     if extra.enable and extra.max > batch:
-        problems.append(
+        yield (
             f"{_ROLLOUT}.scheduler.additional_prompts.max={extra.max} with data.train_batch_size={batch}: a prompt "
             "could be aborted step after step; lower it to the batch size or less"
         )
     if extra.enable and config.algorithm.filter_groups.enable and not config.algorithm.filter_groups.resample:
-        problems.append(
+        yield (
             f"{_ROLLOUT}.scheduler.additional_prompts.enable=True with algorithm.filter_groups.resample=False: the "
             "batch is to keep groups without a signal; set one of the two to its default"
         )
     if extra.enable and config.algorithm.filter_groups.enable and scored_together(config):
-        problems.append(
+        yield (
             f"{_ROLLOUT}.scheduler.additional_prompts.enable=True with algorithm.filter_groups.enable=True: a group is "
             f"chosen as soon as it ends, but {scored_together(config)} gives scores to whole batches; disable one of "
             "them"
         )
-    return problems
 
 
 def scored_together(config: PPOConfig) -> str:
@@ -154,37 +147,36 @@ def scored_together(config: PPOConfig) -> str:
     return "reward_model.reward_manager=batch" if config.reward_model.reward_manager == "batch" else ""
 
 
-def _estimators(config: PPOConfig) -> list[str]:
-    algorithm, problems = config.algorithm, []
+def _estimators(config: PPOConfig) -> Iterator[str]:
+    algorithm = config.algorithm
     estimator, keys, weights = algorithm.adv_estimator, algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
     if estimator in STEP_ESTIMATORS and not has_turns(config):
-        problems.append(
+        yield (
             f"algorithm.adv_estimator={estimator} needs the turns of multi-turn rollout, but {_ROLLOUT}.multi_turn."
             "enable=False: responses have one turn; use grpo or reinforce"
         )
     if estimator == "gdpo" and not keys:
-        problems.append(
+        yield (
             "algorithm.adv_estimator=gdpo with algorithm.gdpo_reward_keys=[]: name the rewards to compare, for "
             "instance [score,acc]"
         )
     if weights and len(weights) != len(keys):
-        problems.append(
+        yield (
             f"algorithm.gdpo_reward_weights={weights} with algorithm.gdpo_reward_keys={keys}: give one weight for each "
             "key, or none"
         )
     if estimator == "gdpo" and algorithm.use_kl_in_reward and "score" not in keys:
-        problems.append(
+        yield (
             f"algorithm.use_kl_in_reward=True with algorithm.gdpo_reward_keys={keys}: the penalty is part of score; "
             "add score to the keys, or use actor_rollout_ref.actor.use_kl_loss=true"
         )
-    return problems
 
 
-def _positive(config: PPOConfig) -> list[str]:
+def _positive(config: PPOConfig) -> Iterator[str]:
     """maxrl divides by a group's mean reward: what surely makes rewards negative is refused at the start."""
     algorithm = config.algorithm
     if algorithm.adv_estimator != "maxrl":
-        return []
+        return
     norm, scaling = algorithm.reward_norm, algorithm.reward_scaling
     centred = norm.mean is not None or (norm.kind is not None and (norm.shift or not norm.scale))
     signed = (
@@ -194,72 +186,54 @@ def _positive(config: PPOConfig) -> list[str]:
         ("algorithm.agent_reward_norm", algorithm.agent_reward_norm.method != "identity", "method=identity"),
         ("algorithm.whiten_rewards=True", algorithm.whiten_rewards, "whiten_rewards=false"),
     )
-    return [
-        f"{what} with algorithm.adv_estimator=maxrl: maxrl needs rewards of 0 or more; use {instead}"
-        for what, is_on, instead in signed
-        if is_on
-    ]
+    for what, is_on, instead in signed:
+        if is_on:
+            yield f"{what} with algorithm.adv_estimator=maxrl: maxrl needs rewards of 0 or more; use {instead}"
 
 
-def _controller(config: PPOConfig) -> list[str]:
+def _controller(config: PPOConfig) -> Iterator[str]:
     """A step moves the adaptive coefficient by up to 0.2 x sequences / horizon: at 1 it reaches 0."""
     control = config.algorithm.kl_ctrl
-    if not config.algorithm.use_kl_in_reward or control.type != "adaptive":
-        return []
     sequences = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
-    if 0.2 * sequences < control.horizon:
-        return []
-    return [
-        f"algorithm.kl_ctrl.horizon={control.horizon} with type=adaptive and {sequences} sequences a step (data."
-        f"train_batch_size x {_ROLLOUT}.n): one step could take the coefficient to 0 or below; set horizon above "
-        f"{math.ceil(0.2 * sequences)}"
-    ]
+    adapts = config.algorithm.use_kl_in_reward and control.type == "adaptive"
+    if adapts and 0.2 * sequences >= control.horizon:
+        yield (
+            f"algorithm.kl_ctrl.horizon={control.horizon} with type=adaptive and {sequences} sequences a step (data."
+            f"train_batch_size x {_ROLLOUT}.n): one step could take the coefficient to 0 or below; set horizon above "
+            f"{math.ceil(0.2 * sequences)}"
+        )
 
 
-def risky_rewards(config: PPOConfig) -> list[str]:
+def risky_rewards(config: PPOConfig) -> Iterator[str]:
     """Terms that are switched on and add nothing."""
     length, buffer = config.reward_model.length_reward, config.reward_model.overlong_buffer
-    lines = []
     if length.enable and length.coef == 0:
-        lines.append(
+        yield (
             "reward_model.length_reward.enable=True with coef=0.0 adds nothing; set reward_model.length_reward.coef, "
             "below 0 for shorter responses"
         )
     if buffer.enable and buffer.penalty_factor == 0 and buffer.truncated != "zero":
-        lines.append(
+        yield (
             "reward_model.overlong_buffer.enable=True with penalty_factor=0.0 punishes nothing; set "
             "reward_model.overlong_buffer.penalty_factor (DAPO: 1.0)"
         )
     model = config.reward_model
     if model.enable and model.rule_weight == 0 and runs_agent_loops(config.actor_rollout_ref.rollout):
-        lines.append(
+        yield (
             "reward_model.enable=True with rule_weight=0.0 and agent loops: a reward_score that a loop returns counts "
             "nothing beside the reward model; set reward_model.rule_weight to what it counts"
         )
-    return lines
-
-
-def _without_score(config: PPOConfig) -> bool:
-    return config.algorithm.adv_estimator == "gdpo" and "score" not in config.algorithm.gdpo_reward_keys
-
-
-def _no_norm(config: PPOConfig) -> bool:
-    return config.algorithm.reward_norm.kind is None
 
 
 REWARD_IDLE: tuple[Idle, ...] = (
-    Idle(
-        ("algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"),
-        lambda c: c.algorithm.adv_estimator != "gdpo",
-        "algorithm.adv_estimator is not gdpo",
-    ),
+    idle_while("algorithm.adv_estimator", "not gdpo", "algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"),
     Idle(
         (
             *(f"algorithm.{name}" for name in ("reward_norm.", "reward_scaling.", "agent_reward_norm.", "reward_clip")),
             *("algorithm.token_reward_clip", "algorithm.whiten_rewards"),
             *("reward_model.length_reward.", "reward_model.overlong_buffer."),
         ),
-        _without_score,
+        lambda c: c.algorithm.adv_estimator == "gdpo" and "score" not in c.algorithm.gdpo_reward_keys,
         "algorithm.gdpo_reward_keys leaves out score, which it changes",
     ),
     Idle(
@@ -278,41 +252,19 @@ REWARD_IDLE: tuple[Idle, ...] = (
         lambda c: c.reward_model.judge.url is None and not generates(c.reward_model, c.custom_reward_function),
         "reward_model.judge.url is not set",
     ),
-    Idle(
-        ("reward_model.sandbox.",),
-        lambda c: c.reward_model.sandbox_fusion.url is not None,
-        "reward_model.sandbox_fusion.url is set: programs run there",
-    ),
-    Idle(
-        ("reward_model.sandbox_fusion.",),
-        lambda c: c.reward_model.sandbox_fusion.url is None,
-        "reward_model.sandbox_fusion.url is not set",
-    ),
-    Idle(
-        ("algorithm.reward_norm.shift", "algorithm.reward_norm.scale"),
-        _no_norm,
-        "algorithm.reward_norm.kind is null",
-    ),
+    idle_while("reward_model.sandbox_fusion.url", "set: programs run there", "reward_model.sandbox."),
+    idle_while("reward_model.sandbox_fusion.url", "not set", "reward_model.sandbox_fusion."),
+    idle_while("algorithm.reward_norm.kind", "null", "algorithm.reward_norm.shift", "algorithm.reward_norm.scale"),
     Idle(
         ("algorithm.reward_norm.scale",),
-        lambda c: not _no_norm(c) and c.algorithm.reward_norm.shift,
+        lambda c: c.algorithm.reward_norm.shift,
         "algorithm.reward_norm.shift wins over it",
     ),
-    Idle(
-        ("algorithm.reward_scaling.center",),
-        lambda c: not c.algorithm.reward_scaling.enable,
-        "algorithm.reward_scaling.enable is false: centring belongs to scaling",
+    idle_while(
+        "algorithm.reward_scaling.enable", "false: centring belongs to scaling", "algorithm.reward_scaling.center"
     ),
-    Idle(
-        ("algorithm.agent_reward_norm.grouping",),
-        lambda c: c.algorithm.agent_reward_norm.method == "identity",
-        "algorithm.agent_reward_norm.method is identity",
-    ),
-    Idle(
-        ("algorithm.agent_reward_norm.clip",),
-        lambda c: c.algorithm.agent_reward_norm.method != "asym_clip",
-        "algorithm.agent_reward_norm.method is not asym_clip",
-    ),
+    idle_while("algorithm.agent_reward_norm.method", "identity", "algorithm.agent_reward_norm.grouping"),
+    idle_while("algorithm.agent_reward_norm.method", "not asym_clip", "algorithm.agent_reward_norm.clip"),
     Idle(("algorithm.reward_clip",), lambda c: not c.algorithm.reward_clip, "0 means off"),
     Idle(("algorithm.token_reward_clip",), lambda c: not c.algorithm.token_reward_clip, "0 means off"),
     Idle(("algorithm.advantage_clip",), lambda c: not c.algorithm.advantage_clip, "0 means off"),
@@ -321,50 +273,41 @@ REWARD_IDLE: tuple[Idle, ...] = (
         lambda c: c.algorithm.adv_estimator in WHITENING_ESTIMATORS,
         "algorithm.adv_estimator whitens its advantages anyway",
     ),
-    Idle(("algorithm.pf_ppo.",), lambda c: not c.algorithm.use_pf_ppo, "algorithm.use_pf_ppo is false"),
-    Idle(
-        ("algorithm.pf_ppo.weight_pow",),
-        lambda c: c.algorithm.use_pf_ppo and c.algorithm.pf_ppo.reweight_method != "pow",
-        "algorithm.pf_ppo.reweight_method is not pow",
-    ),
-    Idle(
-        tuple(
+    idle_while("algorithm.use_pf_ppo", "false", "algorithm.pf_ppo."),
+    idle_while("algorithm.pf_ppo.reweight_method", "not pow", "algorithm.pf_ppo.weight_pow"),
+    idle_while(
+        "algorithm.filter_groups.enable",
+        "false",
+        *(
             f"algorithm.filter_groups.{name}"
             for name in ("metric", "range", "std_threshold", "resample", "max_num_gen_batches")
         ),
-        lambda c: not c.algorithm.filter_groups.enable,
-        "algorithm.filter_groups.enable is false",
     ),
     Idle(
         ("data.gen_batch_size",),
         lambda c: not c.algorithm.filter_groups.enable,
         "only dynamic sampling draws more than once a step, and algorithm.filter_groups.enable is false",
     ),
-    Idle(
-        ("data.gen_batch_size", "algorithm.filter_groups.max_num_gen_batches"),
-        lambda c: c.algorithm.filter_groups.enable and not c.algorithm.filter_groups.resample,
-        "algorithm.filter_groups.resample is false: prompts are drawn once a step",
+    idle_while(
+        "algorithm.filter_groups.resample",
+        "false: prompts are drawn once a step",
+        "data.gen_batch_size",
+        "algorithm.filter_groups.max_num_gen_batches",
     ),
-    Idle(
-        tuple(f"{_ROLLOUT}.scheduler.additional_prompts.{name}" for name in ("max", "aborted")),
-        lambda c: not c.actor_rollout_ref.rollout.scheduler.additional_prompts.enable,
-        f"{_ROLLOUT}.scheduler.additional_prompts.enable is false",
+    idle_while(
+        f"{_ROLLOUT}.scheduler.additional_prompts.enable",
+        "false",
+        *(f"{_ROLLOUT}.scheduler.additional_prompts.{name}" for name in ("max", "aborted")),
     ),
     Idle(
         ("reward_model.launch_reward_fn_async",),
         lambda c: c.algorithm.filter_groups.enable,
         "algorithm.filter_groups chooses groups by their scores, so grading ends before log-probs are computed",
     ),
-    Idle(
-        ("reward_model.length_reward.coef",),
-        lambda c: not c.reward_model.length_reward.enable,
-        "reward_model.length_reward.enable is false",
-    ),
-    Idle(
-        tuple(
-            f"reward_model.overlong_buffer.{name}" for name in ("len", "penalty_factor", "log", "truncated", "only_key")
-        ),
-        lambda c: not c.reward_model.overlong_buffer.enable,
-        "reward_model.overlong_buffer.enable is false",
+    idle_while("reward_model.length_reward.enable", "false", "reward_model.length_reward.coef"),
+    idle_while(
+        "reward_model.overlong_buffer.enable",
+        "false",
+        *(f"reward_model.overlong_buffer.{name}" for name in ("len", "penalty_factor", "log", "truncated", "only_key")),
     ),
 )

@@ -205,55 +205,22 @@ class TruncatedRows(StrEnum):
 NORM_SCOPES = ("batch", "group", "running")  # algorithm.reward_norm
 DISCOUNTING_ESTIMATORS = ("gae", "reinforce", "reinforce_plus_plus")  # read algorithm.gamma; the others compare a group
 GROUP_ESTIMATORS = (
-    "grpo",
-    "dr_grpo",
-    "grpo_passk",
-    "rloo",
-    "opo",
-    "gpg",
-    "maxrl",
-    "lite_ppo",
-    "reinforce_plus_plus_baseline",
-)
+    "grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "gpg", "maxrl", "lite_ppo", "reinforce_plus_plus_baseline",
+)  # fmt: skip
 OPTIMAL_BASELINE_ESTIMATORS = ("optimal_token_baseline", "tir_optimal_token_baseline")
 WHITENING_ESTIMATORS = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo")
 MULTI_REWARD_ESTIMATORS = ("gdpo",)  # read algorithm.gdpo_reward_keys
 STEP_ESTIMATORS = ("gigpo", "step_reinforce")  # need the turns of multi-turn rollout
 ADV_ESTIMATORS = (
-    *DISCOUNTING_ESTIMATORS,
-    *GROUP_ESTIMATORS,
-    *OPTIMAL_BASELINE_ESTIMATORS,
-    *MULTI_REWARD_ESTIMATORS,
-    *STEP_ESTIMATORS,
-    "remax",
-)
+    *DISCOUNTING_ESTIMATORS, *GROUP_ESTIMATORS, *OPTIMAL_BASELINE_ESTIMATORS, *MULTI_REWARD_ESTIMATORS,
+    *STEP_ESTIMATORS, "remax",
+)  # fmt: skip
 LOSS_MODES = (
-    "vanilla",
-    "gspo",
-    "gspo_token",
-    "luspo",
-    "geo_mean",
-    "clip_cov",
-    "kl_cov",
-    "cispo",
-    "topr",
-    "vespo",
-    "dppo_tv",
-    "dppo_kl",
-    "sapo",
-    "dro",
-    "kimi",
-    "gpg",
-    "policy_gradient",
-)
+    "vanilla", "gspo", "gspo_token", "luspo", "geo_mean", "clip_cov", "kl_cov", "cispo", "topr", "vespo", "dppo_tv",
+    "dppo_kl", "sapo", "dro", "kimi", "gpg", "policy_gradient",
+)  # fmt: skip
 KL_MENU = "algorithm.kl_penalty / actor.kl_loss_type"
-LOSS_AGG_MODES = (
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-sum",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum-norm",
-)
+LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 DEFAULT_AGGREGATION = "token-mean"  # where loss_agg_mode is null and the loss has none of its own
 CHAT_TEMPLATES = ("native", "none", "chatml", "qwen2_5", "llama3", "gemma", "r1_zero")
 REWARD_MANAGERS = ("naive", "batch", "prime", "dapo")

@@ -1,6 +1,10 @@
 """One error for all problems found, so that a user fixes a command line once."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+logger = logging.getLogger(__name__)
 
 
 class ConfigError(ValueError):
@@ -13,6 +17,16 @@ class ConfigError(ValueError):
             return
         lines = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(self.problems, 1))
         super().__init__(f"{len(self.problems)} problems in the configuration:\n{lines}")
+
+
+@contextmanager
+def input_errors() -> Iterator[None]:
+    """What is wrong with files and settings is for the user: the message alone. The traceback goes to the log file."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        logger.debug("the run's inputs are refused", exc_info=True)
+        raise error if isinstance(error, ConfigError) else ConfigError([str(error)]) from error
 
 
 class RunStopped(RuntimeError):

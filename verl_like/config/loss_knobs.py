@@ -32,19 +32,10 @@ READ_BY: dict[str, tuple[str, ...]] = {
 
 # Of those, the ones that change no gradient while every ratio is 1.
 IDLE_AT_RATIO_ONE = (
-    "clip_ratio",
-    "clip_ratio_low",
-    "clip_ratio_high",
-    "clip_ratio_c",
-    "tau_pos",
-    "tau_neg",
-    "policy_loss.dro_beta",
-    "policy_loss.kimi_tau",
-    "policy_loss.vespo_k_pos",
-    "policy_loss.vespo_lambda_pos",
-    "policy_loss.vespo_k_neg",
+    "clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg", "policy_loss.dro_beta",
+    "policy_loss.kimi_tau", "policy_loss.vespo_k_pos", "policy_loss.vespo_lambda_pos", "policy_loss.vespo_k_neg",
     "policy_loss.vespo_lambda_neg",
-)
+)  # fmt: skip
 
 # These say themselves how tokens are joined; loss_agg_mode then joins entropy, KL and sft terms alone.
 FIXED_AGGREGATION: dict[str, str] = {

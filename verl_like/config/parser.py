@@ -57,9 +57,7 @@ class Parser(argparse.ArgumentParser):
             message = "; ".join(map(self._unknown, flags)) or message
         elif choice := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
             message += meant(choice[1], re.findall(r"[\w.-]+", choice[2]))
-        if (
-            kind == "the following arguments are required"
-        ):  # argparse counts those that may be left out, when intermixed
+        if kind == "the following arguments are required":  # when intermixed, also those that may be left out
             message = message.replace(", key=value", "")
         super().error(message)
 

@@ -7,6 +7,7 @@ reward_model.enable_resource_pool are its short forms for the rollout engine and
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from verl_like.config.idle import Idle
@@ -32,44 +33,43 @@ def pools_of(config: PPOConfig, world_size: int) -> tuple[Pool, ...]:
     return (main, *(replace(pool, roles=tuple(role for role in present if role in pool.roles)) for pool in others))
 
 
-def impossible_placement(config: PPOConfig) -> list[str]:
+def impossible_placement(config: PPOConfig) -> Iterator[str]:
     """What cannot be placed so: keys, values, fix."""
     others, movable = _others(config), [*(role for role in every_role(config) if role != ACTOR), ROLLOUT]
-    problems = [
-        f"trainer.placement: {role} in the pool {pool.name}: choose among {', '.join(movable)}; the actor stays in "
-        f"the pool {MAIN_POOL}"
-        for pool in named_pools(config.trainer.placement)
-        for role in pool.roles
-        if role not in movable and (pool.name, role) != (MAIN_POOL, ACTOR)
-    ]
-    problems += [
-        f"{pool.size_text}: the pool of {', '.join(pool.roles)} needs both sizes above 0"
-        for pool in others
-        if pool.world_size < 1
-    ]
+    for pool in named_pools(config.trainer.placement):
+        for role in pool.roles:
+            if role not in movable and (pool.name, role) != (MAIN_POOL, ACTOR):
+                yield (
+                    f"trainer.placement: {role} in the pool {pool.name}: choose among {', '.join(movable)}; the actor "
+                    f"stays in the pool {MAIN_POOL}"
+                )
+    for pool in others:
+        if pool.world_size < 1:
+            yield f"{pool.size_text}: the pool of {', '.join(pool.roles)} needs both sizes above 0"
     if others and config.trainer.launcher == "local":
-        problems.append(
+        yield (
             f"trainer.launcher=local with pools of their own for {', '.join(r for p in others for r in p.roles)}: "
             "there is one process; set trainer.launcher=ray, or leave trainer.placement, hybrid_engine=false and "
             "reward_model.enable_resource_pool out"
         )
     names = [pool.name for pool in others]
-    problems += [
-        f"trainer.placement.{name}: another pool has this name already (hybrid_engine=false names one rollout, "
-        "reward_model.enable_resource_pool one reward); choose another"
-        for name in dict.fromkeys(names)
-        if names.count(name) > 1
-    ]
+    for name in dict.fromkeys(names):
+        if names.count(name) > 1:
+            yield (
+                f"trainer.placement.{name}: another pool has this name already (hybrid_engine=false names one rollout, "
+                "reward_model.enable_resource_pool one reward); choose another"
+            )
     counts: dict[str, list[str]] = {}
     for pool in (*(pool for pool in named_pools(config.trainer.placement) if pool.name == MAIN_POOL), *others):
         for role in pool.roles:
             counts.setdefault(role, []).append(pool.name)
-    problems += [
-        f"{role} is in the pools {', '.join(names)}: name it in one of trainer.placement, and leave hybrid_engine="
-        "false (rollout) and reward_model.enable_resource_pool (reward) out where a pool names the role"
-        for role, names in counts.items()
-        if len(names) > 1
-    ]
+    for role, names in counts.items():
+        if len(names) > 1:
+            yield (
+                f"{role} is in the pools {', '.join(names)}: name it in one of trainer.placement, and leave "
+                "hybrid_engine=false (rollout) and reward_model.enable_resource_pool (reward) out where a pool names "
+                "the role"
+            )
     if is_apart(config, REF) and REF in roles_of(config):
         why = ""
         if config.actor_rollout_ref.model.lora_rank > 0:
@@ -77,8 +77,7 @@ def impossible_placement(config: PPOConfig) -> list[str]:
         elif compares_policies(config):
             why = "for the exact KL (kl_penalty or kl_loss_type=full) it reads the rows together with the actor"
         if why:
-            problems.append(f"trainer.placement puts ref into {counts[REF][0]}, but {why}; leave it in the main pool")
-    return problems
+            yield f"trainer.placement puts ref into {counts[REF][0]}, but {why}; leave it in the main pool"
 
 
 def has_further_pools(config: PPOConfig) -> bool:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl_like.config import enums
 from verl_like.config.actor import not_both
 from verl_like.config.base import (
     ConfigNode,
@@ -16,7 +17,6 @@ from verl_like.config.base import (
 )
 from verl_like.config.data import CustomClassConfig
 from verl_like.config.endpoint import EndpointConfig
-from verl_like.config.enums import ABORTED_PROMPTS, DTYPES, ROLLOUT_MODES, SCHEDULER_MODES, LoadFormat, RolloutName
 from verl_like.config.outcomes import OutcomesConfig
 
 
@@ -217,7 +217,7 @@ class AdditionalPromptsConfig(ConfigNode):
 
     def check(self) -> None:
         at_least(self, 1, "max")
-        one_of(self, "aborted", ABORTED_PROMPTS)
+        one_of(self, "aborted", enums.ABORTED_PROMPTS)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -237,7 +237,7 @@ class SchedulerConfig(ConfigNode):
     """More prompts than a step needs."""
 
     def check(self) -> None:
-        one_of(self, "mode", SCHEDULER_MODES)
+        one_of(self, "mode", enums.SCHEDULER_MODES)
         at_least(self, 1, "max_running_requests")
 
 
@@ -245,7 +245,7 @@ class SchedulerConfig(ConfigNode):
 class RolloutConfig(ConfigNode):
     """`actor_rollout_ref.rollout.*`."""
 
-    name: RolloutName = RolloutName.vllm
+    name: enums.RolloutName = enums.RolloutName.vllm
     """Engine: vllm, hf (transformers) or sglang; recorded: none, all steps come from skip_dump_dir; openai: a model
     behind rollout.openai.url, for `verl-like eval` alone."""
     server: bool = False
@@ -314,7 +314,7 @@ class RolloutConfig(ConfigNode):
     """Free the engine's weights and KV cache while training."""
     sleep_level: int = 1
     """What becomes of the freed weights. 1: they go to host memory; 2: nothing stays, and they are synced again."""
-    load_format: LoadFormat = LoadFormat.dummy_dtensor
+    load_format: enums.LoadFormat = enums.LoadFormat.dummy_dtensor
     """Weight sync: dummy_dtensor (tensor by tensor) or dummy_hf (full state dict first)."""
     layered_summon: bool = False
     """Gather LoRA weights layer by layer."""
@@ -388,8 +388,8 @@ class RolloutConfig(ConfigNode):
         at_least(self, 1, "log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu")
         at_least(self, 1, "log_prob_max_token_len_per_gpu")
         at_least(self, 0, "nnodes", "n_gpus_per_node", "n_redundant")
-        one_of(self, "mode", ROLLOUT_MODES)
-        one_of(self, "dtype", DTYPES)
+        one_of(self, "mode", enums.ROLLOUT_MODES)
+        one_of(self, "dtype", enums.DTYPES)
         between(self, 1, 2, "sleep_level")
         if self.quantization is not None:
             one_of(self, "quantization", ("fp8", "int8"))

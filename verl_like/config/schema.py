@@ -155,20 +155,8 @@ def _likeness(typed: str, known: str) -> float:
 
 # Names that say nothing without their section.
 _GENERIC = (
-    "enable",
-    "kind",
-    "method",
-    "mode",
-    "model",
-    "name",
-    "path",
-    "range",
-    "rule",
-    "seed",
-    "source",
-    "std",
-    "type",
-)
+    "enable", "kind", "method", "mode", "model", "name", "path", "range", "rule", "seed", "source", "std", "type",
+)  # fmt: skip
 
 
 def _nearest(section: str, name: str) -> str | None:

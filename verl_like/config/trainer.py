@@ -4,18 +4,8 @@ import difflib
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl_like.config import enums
 from verl_like.config.base import ConfigNode, above, at_least, minus_one_or_positive, one_of, reference_or_none, require
-from verl_like.config.enums import (
-    HEALTH_ACTIONS,
-    HEALTH_RULES,
-    LOG_FORMATS,
-    LOGGERS,
-    TRAINER_MODES,
-    Device,
-    Launcher,
-    ProfileTool,
-    ResumeMode,
-)
 from verl_like.config.pools import MAIN_POOL, PlacementError, named_pools
 from verl_like.user_code import FORMS, is_reference
 
@@ -36,13 +26,13 @@ class TrainerConfig(ConfigNode):
     full_determinism: bool = False
     """Two runs with the same settings on the same machine have the same metrics to the last digit: torch uses
     deterministic algorithms only (others warn), and settings whose results depend on time are refused."""
-    device: Device = Device.auto
+    device: enums.Device = enums.Device.auto
     """auto (CUDA when there is one), cpu or cuda."""
     mode: str = "sync"
     """sync: a step samples its batch and trains it. colocate_async: a step goes on when it has its groups; what still
     runs is paused while the policy trains, and continues under the new weights. separate_async: a pool of its own
     samples all the time (async_training.*)."""
-    launcher: Launcher = Launcher.ray
+    launcher: enums.Launcher = enums.Launcher.ray
     """ray, or local: one rank in this process, for debugging."""
     nnodes: int = 1
     """[nodes] Machines."""
@@ -86,7 +76,7 @@ class TrainerConfig(ConfigNode):
     """Validate before the first step."""
     val_only: bool = False
     """Validate and stop."""
-    resume_mode: ResumeMode = ResumeMode.auto
+    resume_mode: enums.ResumeMode = enums.ResumeMode.auto
     """auto (the newest checkpoint of default_local_dir, where there is one), disable (afresh), resume_path. A run that
     does not resume, in a folder that holds another run's files, goes to <folder>-2."""
     resume_from_path: str | None = None
@@ -154,7 +144,7 @@ class TrainerConfig(ConfigNode):
     """Folder for all validation responses as jsonl. Null: not kept."""
     profile_steps: list[int] | None = None
     """Steps to profile, counted from 1; traces go to <log_dir>/profile. Null: none."""
-    profile_tool: ProfileTool = ProfileTool.torch
+    profile_tool: enums.ProfileTool = enums.ProfileTool.torch
     """torch (a Chrome trace per rank and step) or nsys (Nsight Systems; needs CUDA and the nsys program)."""
     controller_nsight_options: dict[str, Any] = field(default_factory=lambda: dict(_CONTROLLER_NSIGHT))
     """Nsight Systems options of the driver (profile_tool=nsys)."""
@@ -170,7 +160,7 @@ class TrainerConfig(ConfigNode):
         above(self, 0, "sample_max_mb")
         at_least(self, 1, "max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep", "early_stop_patience")
         one_of(self, "best_mode", ("max", "min"))
-        one_of(self, "mode", TRAINER_MODES)
+        one_of(self, "mode", enums.TRAINER_MODES)
         alone = self.early_stop_patience is not None and self.best_metric is None
         require(not alone, "early_stop_patience", self.early_stop_patience, "set best_metric, which it watches")
         url = self.default_hdfs_dir
@@ -190,21 +180,22 @@ class TrainerConfig(ConfigNode):
             options = getattr(self, key)
             wrong = sorted(set(options) - set(known))
             require(not wrong, key, options, f"unknown {wrong}; choose from {', '.join(known)}")
-        unknown = sorted(name for name in self.logger if name not in LOGGERS and not is_reference(name))
-        fix = f"unknown {unknown}; choose from {', '.join(LOGGERS)}, or name a class of your own: {FORMS}"
+        unknown = sorted(name for name in self.logger if name not in enums.LOGGERS and not is_reference(name))
+        fix = f"unknown {unknown}; choose from {', '.join(enums.LOGGERS)}, or name a class of your own: {FORMS}"
         require(not unknown, "logger", self.logger, fix)
         for rule, action in self.health.items():
-            near = "".join(f", did you mean {name}?" for name in difflib.get_close_matches(rule, HEALTH_RULES, n=1))
-            require(rule in HEALTH_RULES, "health", rule, f"no such rule{near}; the rules: {', '.join(HEALTH_RULES)}")
-            fix = f"choose one of {', '.join(HEALTH_ACTIONS)}"
-            require(action in HEALTH_ACTIONS or action is False, f"health.{rule}", action, fix)
+            close = difflib.get_close_matches(rule, enums.HEALTH_RULES, n=1)
+            near, known = "".join(f", did you mean {name}?" for name in close), ", ".join(enums.HEALTH_RULES)
+            require(rule in enums.HEALTH_RULES, "health", rule, f"no such rule{near}; the rules: {known}")
+            fix = f"choose one of {', '.join(enums.HEALTH_ACTIONS)}"
+            require(action in enums.HEALTH_ACTIONS or action is False, f"health.{rule}", action, fix)
         self.health = {rule: action or "off" for rule, action in self.health.items()}  # `off` is YAML's false
         for name, given in self.logger_kwargs.items():
             fix = "write {tracker: {argument: value}}, as {wandb: {tags: [a]}}; console and jsonl take none"
             legal = name not in ("console", "jsonl") and isinstance(given, dict)
             require(legal, "logger_kwargs", {name: given}, fix)
         reference_or_none(self, "trainer_class")
-        one_of(self, "log_format", LOG_FORMATS)
+        one_of(self, "log_format", enums.LOG_FORMATS)
         port = self.prometheus_port
         require(port is None or 0 <= port <= 65535, "prometheus_port", port, "must lie between 0 and 65535")
         self._take_sizes_from_placement()

@@ -241,7 +241,7 @@ def check_weights(model: ModelConfig, whole: TokenModel) -> None:
     try:
         listed = [one.name] if one.is_file() else json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
         for name in sorted(set(listed)):
-            with safe_open(folder / name, framework="pt") as file:  # compares the header with the file's size
+            with opened_tensors(folder / name) as file:  # compares the header with the file's size
                 shapes |= {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
     except Exception as error:  # of files anything may be wrong
         raise ValueError(f"{told} cannot be read ({type(error).__name__}: {error}); {fix}") from error

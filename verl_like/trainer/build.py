@@ -22,14 +22,9 @@ from verl_like.cluster.worker_group import RUN_ID_VARIABLE
 from verl_like.config import DataConfig, PPOConfig
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.doctor_paths import DATA_FILES
-from verl_like.config.errors import ConfigError
+from verl_like.config.errors import input_errors
 from verl_like.config.placement import has_further_pools
-from verl_like.config.roles import (
-    ACTOR,
-    ROLLOUT,
-    needs_critic,
-    roles_of,
-)
+from verl_like.config.roles import ACTOR, ROLLOUT, needs_critic, roles_of
 from verl_like.data.curriculum import CustomSampler
 from verl_like.data.dataset import Dataset, make_encoder
 from verl_like.data.environments import EnvironmentDataset
@@ -49,13 +44,7 @@ from verl_like.episodes.tools.toolbox import Toolbox
 from verl_like.garbage import settle
 from verl_like.models.cost import ModelCost
 from verl_like.models.families import refuse_vision
-from verl_like.models.loading import (
-    check_ulysses,
-    end_token_ids,
-    load_hf_config,
-    load_tokenizer,
-    shares_prompts,
-)
+from verl_like.models.loading import check_ulysses, end_token_ids, load_hf_config, load_tokenizer, shares_prompts
 from verl_like.models.location import check_locations
 from verl_like.models.tensor_plan import check_model
 from verl_like.models.vision import VisionProcessor, processor_of
@@ -292,25 +281,13 @@ def try_rewards(config: PPOConfig, inputs: Inputs, rewards: RewardManager) -> No
         self_check(inputs.train, rewards, inputs.tokenizer, config.data.self_check_rows)
 
 
-@contextmanager
-def input_errors() -> Iterator[None]:
-    """What is wrong with files and settings is for the user: the message alone. The traceback goes to the log file."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        logger.debug("the run's inputs are refused", exc_info=True)
-        raise error if isinstance(error, ConfigError) else ConfigError([str(error)]) from error
-
-
 def build_reporter(
     config: PPOConfig, plan: BatchPlan, inputs: Inputs, speed: SpeedReport, resumed_at: int | None
 ) -> Reporter:
     """Trackers, live display and sample files of the run. resumed_at: the step of the checkpoint it starts from."""
     settings, run_id = config.trainer, os.environ.get(RUN_ID_VARIABLE, "")
     progress = build_progress(
-        enabled="console" in settings.logger,
-        total_steps=plan.total_training_steps,
-        first_step=resumed_at or 0,
+        enabled="console" in settings.logger, total_steps=plan.total_training_steps, first_step=resumed_at or 0
     )
     return Reporter(
         settings,
@@ -497,11 +474,7 @@ def answering(config: PPOConfig, inputs: Inputs, *, validation: bool) -> Answeri
 
 
 def tool_agent(
-    config: PPOConfig,
-    tokenizer: Any,
-    eos_ids: tuple[int, ...],
-    toolbox: Toolbox,
-    vision: VisionProcessor | None = None,
+    config: PPOConfig, tokenizer: Any, eos_ids: tuple[int, ...], toolbox: Toolbox, vision: VisionProcessor | None = None
 ) -> ToolAgent:
     """The conversations of rollout.multi_turn. ValueError for an unknown syntax of calls, and for a chat template that
     has no place for what tools say."""

@@ -18,20 +18,8 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
+from verl_like.checkpoint import layout
 from verl_like.checkpoint.checksums import collect
-from verl_like.checkpoint.layout import (
-    ACTOR,
-    CRITIC,
-    STATE_FILE,
-    commit,
-    forget,
-    prepare_step_dir,
-    read_trainer_state,
-    rotate,
-    step_of,
-    whole_checkpoints,
-    write_trainer_state,
-)
 from verl_like.cluster.worker_group import GroupStopped
 from verl_like.config import PPOConfig, TrainerConfig
 from verl_like.config.errors import ConfigError, RunStopped
@@ -106,16 +94,17 @@ class Checkpoints:
     @property
     def resume_step(self) -> int | None:
         """The last finished step of the run that is taken up; None for a fresh start."""
-        return None if self.resume is None else step_of(self.resume)
+        return None if self.resume is None else layout.step_of(self.resume)
 
     def newest_before(self, step: int) -> Path | None:
         """The newest whole checkpoint of an earlier step than this one."""
-        return next((path for path in reversed(whole_checkpoints(self.root)) if step_of(path) < step), None)
+        whole = layout.whole_checkpoints(self.root)
+        return next((path for path in reversed(whole) if layout.step_of(path) < step), None)
 
     def restore(self, run: Run) -> None:
         """Load the checkpoint to start from, if there is one. ConfigError when the run's data do not fit it."""
         if self.resume is not None:
-            saved = read_trainer_state(self.resume)
+            saved = layout.read_trainer_state(self.resume)
             try:
                 if saved["source"] is not None:  # of another trainer's checkpoint
                     run.source.load_state_dict(saved["source"], self.resume)
@@ -123,11 +112,11 @@ class Checkpoints:
             except ValueError as error:
                 raise ConfigError([f"{self.resume}: {error}"]) from error
             except (AttributeError, KeyError, TypeError) as error:  # entries that are missing, or of another kind
-                told = f"{self.resume / STATE_FILE} is damaged ({type(error).__name__}: {error})"
+                told = f"{self.resume / layout.STATE_FILE} is damaged ({type(error).__name__}: {error})"
                 raise ConfigError([f"{told}: resume from another step with trainer.resume_from_path"]) from error
-            run.actor.load(str(self.resume / ACTOR))
+            run.actor.load(str(self.resume / layout.ACTOR))
             if run.critic is not None:
-                run.critic.load(str(self.resume / CRITIC))
+                run.critic.load(str(self.resume / layout.CRITIC))
             self._saved_step = run.state.step
             if self.config.del_local_ckpt_after_load:
                 self._delete_loaded(self.resume)
@@ -150,7 +139,7 @@ class Checkpoints:
             logger.warning("%s: %s stays, as %s has it not", what, path, self.config.default_hdfs_dir)
             return
         logger.warning("%s: %s is loaded, and deleted here%s", what, path, more)
-        forget(path)
+        layout.forget(path)
 
     def update_begins(self) -> None:
         """From here to `step_ended` the weights belong to no step: nothing can be saved."""
@@ -189,11 +178,11 @@ class Checkpoints:
         state, step = self._boundary, self._boundary["state"]["step"]
         self.confirm()
         with self._told(step):
-            path = prepare_step_dir(self.root, step)
-            self._require_finite(run, ACTOR, run.actor.save(str(path / ACTOR)), path)
+            path = layout.prepare_step_dir(self.root, step)
+            self._require_finite(run, layout.ACTOR, run.actor.save(str(path / layout.ACTOR)), path)
             if run.critic is not None:
-                self._require_finite(run, CRITIC, run.critic.save(str(path / CRITIC)), path)
-            exported = path / ACTOR / "huggingface"
+                self._require_finite(run, layout.CRITIC, run.critic.save(str(path / layout.CRITIC)), path)
+            exported = path / layout.ACTOR / "huggingface"
             self.tokenizer.save_pretrained(exported)
             if self.end_ids:
                 write_generation_config(exported, run.config.actor_rollout_ref.model.path, self.end_ids)
@@ -214,17 +203,17 @@ class Checkpoints:
         written, state = self._incomplete
         self.confirm()
         with self._told(state["state"]["step"]):
-            write_trainer_state(written, state | {"run": self._run})
+            layout.write_trainer_state(written, state | {"run": self._run})
             collect(written)
-            path = commit(written)
+            path = layout.commit(written)
         self._incomplete = None
-        self.best.committed(step_of(path))
+        self.best.committed(layout.step_of(path))
         if self._uploader is not None:  # before old ones are deleted: it waits for those it is busy with
             self._uploader.start(path)
         if not self._keep_all:
             uploads = [] if self._uploader is None else self._uploader.pending
             spared = [*uploads, *filter(None, [self.best.folder])]
-            rotate(path, self.config.max_actor_ckpt_to_keep, self.config.max_critic_ckpt_to_keep, spared)
+            layout.rotate(path, self.config.max_actor_ckpt_to_keep, self.config.max_critic_ckpt_to_keep, spared)
         logger.info("saved checkpoint %s", path)
 
     def validated(self, run: Run, metrics: Mapping[str, float]) -> None:
@@ -281,7 +270,7 @@ class Checkpoints:
 
     def _require_finite(self, run: Run, role: str, names: list[str], written: Path) -> None:
         if names:
-            step = step_of(written.stem)
+            step = layout.step_of(written.stem)
             if not self._in_background(run):
                 shutil.rmtree(written)
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""

@@ -23,32 +23,16 @@ PAGE = PACKAGE.parent / "docs" / "configuration.md"
 
 # What nearly every run sets or looks at, in the order in which one does.
 ESSENTIAL = (
-    "data.train_files",
-    "data.val_files",
-    "data.max_prompt_length",
-    "data.max_response_length",
-    "data.train_batch_size",
-    "actor_rollout_ref.model.path",
-    "custom_reward_function.path",
-    "algorithm.adv_estimator",
-    "actor_rollout_ref.rollout.n",
-    "actor_rollout_ref.rollout.name",
-    "actor_rollout_ref.rollout.temperature",
-    "actor_rollout_ref.rollout.gpu_memory_utilization",
-    "actor_rollout_ref.rollout.tensor_model_parallel_size",
-    "actor_rollout_ref.actor.ppo_mini_batch_size",
-    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
-    "actor_rollout_ref.actor.optim.lr",
-    "actor_rollout_ref.actor.use_kl_loss",
-    "actor_rollout_ref.actor.kl_loss_coef",
-    "actor_rollout_ref.actor.clip_ratio",
-    "actor_rollout_ref.actor.fsdp_config.optimizer_offload",
-    "trainer.n_gpus_per_node",
-    "trainer.nnodes",
-    "trainer.total_epochs",
-    "trainer.test_freq",
+    "data.train_files", "data.val_files", "data.max_prompt_length", "data.max_response_length",
+    "data.train_batch_size", "actor_rollout_ref.model.path", "custom_reward_function.path", "algorithm.adv_estimator",
+    "actor_rollout_ref.rollout.n", "actor_rollout_ref.rollout.name", "actor_rollout_ref.rollout.temperature",
+    "actor_rollout_ref.rollout.gpu_memory_utilization", "actor_rollout_ref.rollout.tensor_model_parallel_size",
+    "actor_rollout_ref.actor.ppo_mini_batch_size", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+    "actor_rollout_ref.actor.optim.lr", "actor_rollout_ref.actor.use_kl_loss", "actor_rollout_ref.actor.kl_loss_coef",
+    "actor_rollout_ref.actor.clip_ratio", "actor_rollout_ref.actor.fsdp_config.optimizer_offload",
+    "trainer.n_gpus_per_node", "trainer.nnodes", "trainer.total_epochs", "trainer.test_freq",
     "trainer.default_local_dir",
-)
+)  # fmt: skip
 
 _HEAD = """# Configuration
 

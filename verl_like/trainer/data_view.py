@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_like.config import PPOConfig
+from verl_like.config.errors import input_errors
 from verl_like.data.dataset import make_encoder
 from verl_like.data.foreign import build_dataset
 from verl_like.data.prompt_truth import own_text
 from verl_like.models.loading import load_hf_config, load_tokenizer
 from verl_like.models.location import file_problem
 from verl_like.models.vision import processor_of
-from verl_like.trainer.build import input_errors, with_system_prompt
+from verl_like.trainer.build import with_system_prompt
 
 _NO_LIMIT = 1 << 30
 

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from verl_like.batch import Rollouts, Scores, whole_episodes
 from verl_like.config import DataConfig, PPOConfig
-from verl_like.config.errors import ConfigError
+from verl_like.config.errors import ConfigError, input_errors
 from verl_like.data.loader import PromptLoader
 from verl_like.data.sampler import ResumableSampler
 from verl_like.episodes.collector import Collector
@@ -24,17 +25,7 @@ from verl_like.observe.validation import report_names
 from verl_like.rewards.http_json import ServiceError
 from verl_like.rewards.manager import RewardManager
 from verl_like.rollout.client import RolloutClient
-from verl_like.trainer.build import (
-    Inputs,
-    answering,
-    check_rewards,
-    input_errors,
-    load_inputs,
-    max_model_len,
-    resolve_world,
-    validation_batches,
-    with_own_loops,
-)
+from verl_like.trainer import build
 from verl_like.trainer.own_code import check_own_code
 from verl_like.trainer.serving import served
 from verl_like.trainer.tools import open_toolbox
@@ -76,18 +67,18 @@ def evaluate(config: PPOConfig) -> Evaluation:
     _check_alone(config)
     with ExitStack() as stack:
         with input_errors():
-            device, _ = resolve_world(config)
+            device, _ = build.resolve_world(config)
             check_own_code(config)
-            inputs = load_inputs(config, toolbox := open_toolbox(config, stack), trains=False)
+            inputs = build.load_inputs(config, toolbox := open_toolbox(config, stack), trains=False)
             rewards = stack.enter_context(
                 RewardManager(config.custom_reward_function, config.reward_model, config.data, inputs.tokenizer)
             )
             if toolbox is None or not toolbox.gives_reward:
-                check_rewards(config, inputs, rewards)
-            inputs = with_own_loops(config, inputs, stack)
-            length = max_model_len(config, inputs.hf_config)
+                build.check_rewards(config, inputs, rewards)
+            inputs = build.with_own_loops(config, inputs, stack)
+            length = build.max_model_len(config, inputs.hf_config)
         assert inputs.val is not None
-        how, rollout = answering(config, inputs, validation=True), config.actor_rollout_ref.rollout
+        how, rollout = build.answering(config, inputs, validation=True), config.actor_rollout_ref.rollout
         if rollout.name == "openai":
             chat = _external(config, inputs, stack)
             replica, how, device = _NoReplica(), dataclasses.replace(how, runner=chat), rollout.openai.url
@@ -98,9 +89,8 @@ def evaluate(config: PPOConfig) -> Evaluation:
         collector = Collector(PromptLoader(inputs.val, order, 1), rewards, replica, how, config)
         stack.callback(collector.close)
         answered: list[tuple[Rollouts, Scores]] = []
-        validator = Validator(
-            lambda: validation_batches(config, inputs.val), how, on_samples=lambda _, batches: answered.extend(batches)
-        )
+        batches = partial(build.validation_batches, config, inputs.val)
+        validator = Validator(batches, how, on_samples=lambda _, found: answered.extend(found))
         logger.info("%d prompts x %d answers on %s", len(inputs.val), how.n, device)
         began = time.perf_counter()
         try:
@@ -121,7 +111,7 @@ class _NoReplica:
         return work(NoEngine()).result()
 
 
-def _external(config: PPOConfig, inputs: Inputs, stack: ExitStack) -> ExternalChat:
+def _external(config: PPOConfig, inputs: build.Inputs, stack: ExitStack) -> ExternalChat:
     """The model behind rollout.openai.url."""
     rollout, seed = config.actor_rollout_ref.rollout, config.trainer.seed
     with input_errors():

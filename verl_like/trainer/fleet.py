@@ -108,12 +108,7 @@ class Fleet:
         while len(self.replicas) + len(self._coming) < self._size and time.monotonic() >= self._not_before:
             try:
                 self._coming.append(self._begin())
-            except (
-                WorkerError,
-                ValueError,
-                RuntimeError,
-                OSError,
-            ) as error:  # no room, for instance: its node is gone too
+            except (ValueError, RuntimeError, OSError) as error:  # no room, for instance: its node is gone too
                 self._failed(error)
 
     def newcomers(self) -> list[Replica]:

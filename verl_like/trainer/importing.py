@@ -292,13 +292,8 @@ def text_of(value: Any) -> str:
         return "[" + ",".join(map(text_of, value)) + "]"
     if not isinstance(value, str):
         return _lower(value)
-    plain = re.fullmatch(r"[A-Za-z_./][\w./:+@%-]*", value) and value.lower() not in (
-        "null",
-        "true",
-        "false",
-        "nan",
-        "inf",
-    )
+    other = value.lower() in ("null", "true", "false", "nan", "inf")
+    plain = re.fullmatch(r"[A-Za-z_./][\w./:+@%-]*", value) and not other
     return value if plain else QuotedString(value, Quote.single).with_quotes()
 
 

@@ -33,6 +33,7 @@ _VARIANTS = {"ppo": "vanilla", "vanilla": "policy_gradient", "topr": "topr", "ci
 # What custom_envs.<tag> calls what env.custom.<tag> has
 _ENTRY = {"env_type": "type", "agent_system_template": "system", "agent_template": "template"}
 _ENTRY |= {name: name for name in ("max_steps", "max_tokens_per_step", "history_length")}
+_OF_MANAGERS = ("use_thread_lock", "max_env_step_concurrent", "env_manager_cls", "agent_runner_cls")
 _WITH_TURNS = ("gigpo", "step_reinforce", "agentic_reinforce")
 
 
@@ -355,12 +356,7 @@ class RollFile(Foreign):
         if place == ["config", *path[1:]] and path[1] not in signature(KINDS[kind]).parameters:
             return Outcome(REFUSED, note=f"no argument of {kind}")
         if place == [""]:
-            known = path and path[0] in (
-                "use_thread_lock",
-                "max_env_step_concurrent",
-                "env_manager_cls",
-                "agent_runner_cls",
-            )
+            known = path and path[0] in _OF_MANAGERS
             manager = str(value).rpartition(".")[2]
             if known and (path[0] != "env_manager_cls" or manager in ("TrajEnvManager", "StepEnvManager")):
                 return Outcome(
@@ -378,11 +374,8 @@ class RollFile(Foreign):
         if grader == "judge":
             return {"reward_model.weights": {each: {"judge": 1.0} for each in value}, **tag}
         if not grader:
-            fix = (
-                "start a server and set reward_model.judge.url"
-                if "Judge" in kind
-                else f"{keys[0]}={{tag: file.py:name}}"
-            )
+            server, own = "start a server and set reward_model.judge.url", f"{keys[0]}={{tag: file.py:name}}"
+            fix = server if "Judge" in kind else own
             return Outcome(REFUSED, tag, f"no grader of ours is {kind}: {fix}")
         return {keys[0]: dict.fromkeys(value, grader), **tag}
 

@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,16 +25,8 @@ from verl_like.config.micro_batches import Cut
 from verl_like.config.placement import pools_of
 from verl_like.config.roles import ACTOR, CRITIC, REF, ROLLOUT, RoleConfig, roles_of
 from verl_like.config.schema import from_dict
+from verl_like.models import memory
 from verl_like.models.loading import load_hf_config
-from verl_like.models.memory import (
-    Path,
-    Shape,
-    activation_bytes,
-    cache_token_bytes,
-    head_work_bytes,
-    layer_work_bytes,
-    recomputed_bytes,
-)
 from verl_like.observe.metrics import memory_gib
 from verl_like.trainer.compose import to_dict
 from verl_like.trainer.speed import ModelCosts
@@ -93,8 +85,8 @@ class Model:
     """One model on one rank: its shape, how it is computed, how it is spread."""
 
     name: str
-    shape: Shape
-    path: Path
+    shape: memory.Shape
+    path: memory.Path
     fsdp: FSDPConfig
     shards: int  # ranks that hold its weights together
     master: int  # bytes of a trained weight
@@ -131,8 +123,8 @@ class Model:
     def forward(self, tokens: int) -> dict[str, float]:
         """A pass without gradient."""
         work = max(
-            layer_work_bytes(self.shape, self.path, tokens, backward=False),
-            head_work_bytes(self.shape, self.path, tokens, backward=False) if self.name != "critic" else 0.0,
+            memory.layer_work_bytes(self.shape, self.path, tokens, backward=False),
+            memory.head_work_bytes(self.shape, self.path, tokens, backward=False) if self.name != "critic" else 0.0,
         )
         return self._own(optimizer=False) | {
             "gathered weights": self.gathered(backward=False),
@@ -143,16 +135,16 @@ class Model:
         """Forward and backward pass and the optimizer's step: the largest of three moments of the backward pass."""
         shape, path = self.shape, self.path
         layer, root = self.trained_share() * shape.layer_weights, self.trained_share() * shape.root_weights
-        head = 0.0 if self.name == "critic" else head_work_bytes(shape, path, tokens, backward=True)
+        head = 0.0 if self.name == "critic" else memory.head_work_bytes(shape, path, tokens, backward=True)
         # Bytes of a weight's gradient that are not among the kept: it is added to them at once in their own precision.
         new = 0 if self.whole(micro_batches) and path.c == 4 else path.c
         at_layers = (
-            recomputed_bytes(shape, path, tokens, row)
-            + layer_work_bytes(shape, path, tokens, backward=True)
+            memory.recomputed_bytes(shape, path, tokens, row)
+            + memory.layer_work_bytes(shape, path, tokens, backward=True)
             + (path.c + 4 + 4 / self.shards) * layer  # gradient, what is sent, what comes
             + new * root
         )
-        activations = activation_bytes(shape, path, tokens, row)
+        activations = memory.activation_bytes(shape, path, tokens, row)
         at_root = max(new + 4, 4 + 4 / self.shards) * root + 4 * layer  # a gradient goes when it is copied to be sent
         gradients = self.gradients(micro_batches)
         at_head = activations + head - (gradients if micro_batches == 1 else 0)  # there are none yet
@@ -188,7 +180,7 @@ class Model:
         return found
 
 
-def forecast(config: PPOConfig, actor: Shape, critic: Shape | None, machine: Machine) -> Forecast:
+def forecast(config: PPOConfig, actor: memory.Shape, critic: memory.Shape | None, machine: Machine) -> Forecast:
     """Every phase of a step of this configuration, in the pool where it runs. critic: where the run trains one."""
     roles, row = roles_of(config), config.data.max_prompt_length + config.data.max_response_length
     pools = {role: pool for pool in pools_of(config, machine.world) for role in pool.roles}
@@ -248,11 +240,11 @@ def _tokens(config: PPOConfig, role: RoleConfig, name: str, processes: int, row:
     return -(-count // role.ranks_per_row), -(-rows * row // count)
 
 
-def _model(role: RoleConfig, shape: Shape, machine: Machine, processes: int) -> Model:
+def _model(role: RoleConfig, shape: memory.Shape, machine: Machine, processes: int) -> Model:
     model, fsdp, optim = role.model, role.fsdp, role.optim
     lora, master = optim is not None and model.lora_rank > 0, _SIZES[fsdp.model_dtype]
     recompute: Any = str(model.recompute_granularity) if model.enable_gradient_checkpointing else "none"
-    path = Path(
+    path = memory.Path(
         c=_SIZES[resolve_dtype(fsdp.dtype, "cpu" if machine.on_cpu else "cuda")],
         recompute=recompute,
         on_cpu=machine.on_cpu,
@@ -287,13 +279,14 @@ def _sleeps(config: PPOConfig, machine: Machine) -> bool:
 
 
 def _engine(
-    config: PPOConfig, shape: Shape, machine: Machine, processes: int, row: int
+    config: PPOConfig, shape: memory.Shape, machine: Machine, processes: int, row: int
 ) -> tuple[dict[str, float], dict[str, float]]:
     """(weights, cache) of the rollout engine: hf's of all rows at once, at their full lengths; those of others take
     their share of the device, whatever the rows are; on a CPU vLLM's VLLM_CPU_KVCACHE_SPACE, SGLang's 1 GB at most."""
     rollout, c = config.actor_rollout_ref.rollout, _rollout_bytes(config, machine)
     tensor = rollout.tensor_model_parallel_size
-    weights, one_row = {"rollout weights": c * shape.all_weights / tensor}, row * cache_token_bytes(shape, c) / tensor
+    weights = {"rollout weights": c * shape.all_weights / tensor}
+    one_row = row * memory.cache_token_bytes(shape, c) / tensor
     if rollout.name == "vllm" and machine.on_cpu:
         return weights, {"KV cache": float(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")) * GIB}
     if rollout.name == "sglang" and machine.on_cpu:
@@ -309,9 +302,9 @@ def of_run(
     config: PPOConfig, hf_config: PretrainedConfig, costs: ModelCosts, machine: Machine
 ) -> tuple[Forecast, list[str]]:
     """The forecast of a run whose model configs are read, and what makes fit what does not."""
-    actor, critic = Shape.of(hf_config, costs.actor), None
+    actor, critic = memory.Shape.of(hf_config, costs.actor), None
     if costs.critic is not None:
-        critic = Shape.of(load_hf_config(config.critic.model, "critic.model.path"), costs.critic)
+        critic = memory.Shape.of(load_hf_config(config.critic.model, "critic.model.path"), costs.critic)
     told = forecast(config, actor, critic, machine)
     return told, remedies(config, actor, critic, machine) if told.too_large() else []
 
@@ -329,7 +322,7 @@ def this_machine(device: str, world: int, ranks_per_node: int) -> Machine:
     """The devices that the driver sees; where it sees none (a head node without GPUs) their size is not known."""
     capacity = None
     if device == "cpu":
-        meminfo = FilePath("/proc/meminfo")
+        meminfo = Path("/proc/meminfo")
         if meminfo.exists():
             used, total = memory_gib(meminfo.read_text())
             capacity = (total - used) * GIB / ranks_per_node
@@ -362,7 +355,7 @@ _SWITCHES: dict[str, Any] = {  # key -> what saves memory; the cheap ones first
 }
 
 
-def remedies(config: PPOConfig, actor: Shape, critic: Shape | None, machine: Machine) -> list[str]:
+def remedies(config: PPOConfig, actor: memory.Shape, critic: memory.Shape | None, machine: Machine) -> list[str]:
     """A line for every phase that does not fit: what makes it fit."""
     predict = partial(forecast, actor=actor, critic=critic, machine=machine)
     return [f"{phase}: {', or '.join(_fixes(config, phase, predict))}" for phase in predict(config).too_large()]

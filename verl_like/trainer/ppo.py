@@ -162,15 +162,9 @@ class PPOTrainer:
         self, rollouts: Rollouts, scores: Scores, evaluated: Evaluated
     ) -> tuple[Experience, dict[str, float]]:
         """Rewards and advantages: pure, on the driver, where the whole batch is."""
-        config = self.config
-        shaped = shape_rewards(
-            config.algorithm,
-            config.reward_model,
-            rollouts,
-            scores,
-            self.state.reward_moments,
-            config.data.max_response_length,
-        )
+        config, moments = self.config, self.state.reward_moments
+        longest = config.data.max_response_length
+        shaped = shape_rewards(config.algorithm, config.reward_model, rollouts, scores, moments, longest)
         self.state = self.state.with_reward_moments(shaped.moments)
         experience, metrics = make_experience(
             config.algorithm,

@@ -98,9 +98,7 @@ class Reporter:
             **sequence_balance_metrics(num_tokens.tolist(), shares),
             **clock.metrics(),
             **timing_per_token_metrics(
-                clock.seconds,
-                response_tokens=int(rollouts.response_length_B.sum()),
-                total_tokens=int(num_tokens.sum()),
+                clock.seconds, response_tokens=int(rollouts.response_length_B.sum()), total_tokens=int(num_tokens.sum())
             ),
             **perf_metrics(int(num_tokens.sum()), clock.seconds["step"], self.plan.world_size),
             **self.speed.metrics(rollouts, clock.seconds, metrics),

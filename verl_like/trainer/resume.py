@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,23 +12,11 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from verl_like.checkpoint import layout
 from verl_like.checkpoint.checksums import CHECKSUMS_FILE, find_faults
 from verl_like.checkpoint.files import write_atomically
 from verl_like.checkpoint.from_verl import converted, is_verl_step
 from verl_like.checkpoint.harmless import faults_of
-from verl_like.checkpoint.layout import (
-    ACTOR,
-    CRITIC,
-    LATEST_FILE,
-    STATE_FILE,
-    check_checkpoint,
-    find_latest,
-    read_trainer_state,
-    step_dir,
-    step_dirs,
-    step_of,
-    whole_checkpoints,
-)
 from verl_like.cluster.worker_group import new_run_id
 from verl_like.config import PPOConfig, TrainerConfig
 from verl_like.config.errors import raise_if_any
@@ -72,24 +60,24 @@ def fetch_resume(settings: TrainerConfig) -> None:
                 "from the newest with resume_mode=auto"
             )
         return
-    here = map(step_of, step_dirs(root))
+    here = map(layout.step_of, layout.step_dirs(root))
     newer = [step for step in remote.steps() if step > max(here, default=0)]
-    newer = _of_this_run(remote, newer, whole_checkpoints(root)) if newer else []
+    newer = _of_this_run(remote, newer, layout.whole_checkpoints(root)) if newer else []
     if newer:
         logger.info("fetching step %d from %s: it is newer than what is here", newer[-1], settings.default_hdfs_dir)
-        remote.download(f"global_step_{newer[-1]}", step_dir(root, newer[-1]))
-        write_atomically(root / LATEST_FILE, str(newer[-1]))
+        remote.download(f"global_step_{newer[-1]}", layout.step_dir(root, newer[-1]))
+        write_atomically(root / layout.LATEST_FILE, str(newer[-1]))
 
 
 def _of_this_run(remote: RemoteFolder, steps: list[int], here: list[Path]) -> list[int]:
     """Those of the remote steps whose checkpoints are of the run that the newest one here is of (`run_of`)."""
-    names = {step: f"global_step_{step}/{STATE_FILE}" for step in steps}
+    names = {step: f"global_step_{step}/{layout.STATE_FILE}" for step in steps}
     found = {
         step: parse_object(remote.read(name) or "{}", f"{remote.key}={remote.url}/{name}").get("run")
         for step, name in names.items()
     }
     if here:
-        own = read_trainer_state(here[-1]).get("run")
+        own = layout.read_trainer_state(here[-1]).get("run")
         if others := [step for step in steps if found[step] != own]:
             logger.warning(
                 "%s=%s: step(s) %s are of another run than %s, and left there: to go on from one, set "
@@ -111,7 +99,7 @@ def run_of(resume: Path | None, settings: TrainerConfig) -> str:
     """What the checkpoints of one run have in common, kept when it is resumed; a new name for a fresh start, and for
     one from trainer.resume_from_path, which leaves what came after that step behind."""
     branches = settings.resume_mode == "resume_path" and resume == fetched_path(settings).expanduser()
-    saved = None if resume is None or branches else read_trainer_state(resume).get("run")
+    saved = None if resume is None or branches else layout.read_trainer_state(resume).get("run")
     return new_run_id() if saved is None else saved
 
 
@@ -140,10 +128,10 @@ def find_resume(config: PPOConfig, *, newest: bool = False) -> Path | None:
     root = Path(settings.default_local_dir).expanduser()
     check = partial(_faults, roles=_trained(config))
     mode = str(settings.resume_mode)
-    path = find_latest(root, check) if newest or mode == "auto" else None
+    path = layout.find_latest(root, check) if newest or mode == "auto" else None
     if path is None and mode == "resume_path" and settings.resume_from_path is not None:
         try:
-            path = check_checkpoint(fetched_path(settings), check)
+            path = layout.check_checkpoint(fetched_path(settings), check)
         except ValueError as error:
             asked = settings.resume_from_path
             where = "" if asked in str(error) else f"trainer.resume_from_path={asked}: "
@@ -160,7 +148,7 @@ def find_resume(config: PPOConfig, *, newest: bool = False) -> Path | None:
 
 def processes_text(path: Path, processes: int) -> str:
     """What a checkpoint of another number of processes means for the run; "" where it is the same number."""
-    then = len(list((path / ACTOR / "extra").glob("rank_*.pt")))
+    then = len(list((path / layout.ACTOR / "extra").glob("rank_*.pt")))
     if then in (0, processes):
         return ""
     share = "more" if processes < then else "less"
@@ -173,7 +161,7 @@ def processes_text(path: Path, processes: int) -> str:
 def misfits(path: Path, saved: dict[str, Any], config: PPOConfig) -> list[str]:
     """Why a checkpoint cannot be loaded into the models of this configuration: key, value and fix of each reason."""
     problems = []
-    if CRITIC in roles_of(config) and not (path / CRITIC).is_dir():
+    if layout.CRITIC in roles_of(config) and not (path / layout.CRITIC).is_dir():
         problems.append(
             f"this run trains a critic (critic.enable={config.critic.enable}, algorithm.adv_estimator="
             f"{config.algorithm.adv_estimator}), but {path} holds none: go on with critic.enable=null and "
@@ -185,25 +173,24 @@ def misfits(path: Path, saved: dict[str, Any], config: PPOConfig) -> list[str]:
     return problems
 
 
-def _role_misfits(path: Path, role: RoleConfig, saved: dict[str, Any]) -> list[str]:
-    problems, contents = [], role.checkpoint.load_contents
+def _role_misfits(path: Path, role: RoleConfig, saved: dict[str, Any]) -> Iterator[str]:
+    contents = role.checkpoint.load_contents
     key = f"{role.section}.checkpoint.load_contents={contents}"
     if "model" not in contents:
-        problems.append(
-            f"{key} leaves out the weights of {path}: add model to save_contents and load_contents, {_AFRESH}"
-        )
+        yield (f"{key} leaves out the weights of {path}: add model to save_contents and load_contents, {_AFRESH}")
     absent = [part for part in _PARTS if part in contents and not (path / role.name / part).is_dir()]
     if absent:
-        problems.append(f"{key}, but {path / role.name} was saved without {', '.join(absent)}: leave that out")
+        yield f"{key}, but {path / role.name} was saved without {', '.join(absent)}: leave that out"
     assert role.optim is not None
     optimizer = f"{role.section}.optim.optimizer"
     then = _at(saved, optimizer, str(role.optim.optimizer))
     if then != str(role.optim.optimizer) and "optimizer" in contents:
-        problems.append(
+        yield (
             f"{optimizer}={role.optim.optimizer}, but {path} holds the states of {then}: set it back to {then}, or "
             f"leave them out: {role.section}.checkpoint.load_contents=[model,extra]"
         )
-    return problems if absent else problems + _lora_misfits(path, role, saved)
+    if not absent:
+        yield from _lora_misfits(path, role, saved)
 
 
 def _lora_misfits(path: Path, role: RoleConfig, saved: dict[str, Any]) -> list[str]:
@@ -258,7 +245,7 @@ def _report(path: Path, saved: dict[str, Any], config: PPOConfig) -> None:
             "%d key(s) changed since %s was saved; the present values are used:\n  %s",
             *(len(lines), path, "\n  ".join(lines)),
         )
-    if (path / CRITIC).is_dir() and CRITIC not in roles_of(config):
+    if (path / layout.CRITIC).is_dir() and layout.CRITIC not in roles_of(config):
         logger.warning("the critic in %s is left out: this run trains none (algorithm.adv_estimator)", path)
 
 
@@ -269,14 +256,14 @@ def _trained(config: PPOConfig) -> list[RoleConfig]:
 
 def _faults(path: Path, roles: Sequence[RoleConfig]) -> list[str]:
     """Files that are missing or damaged among those that this run reads."""
-    if not (path / ACTOR).is_dir():
-        return [f"{path / ACTOR} is missing"]
+    if not (path / layout.ACTOR).is_dir():
+        return [f"{path / layout.ACTOR} is missing"]
     try:
-        state = read_trainer_state(path, {"state": dict, "source": (dict, type(None))})["state"]
+        state = layout.read_trainer_state(path, {"state": dict, "source": (dict, type(None))})["state"]
     except ValueError as error:
         return [str(error)]
-    if type(state.get("step")) is not int or state["step"] != step_of(path):
-        return [f"{path / STATE_FILE} is damaged: it is of step {state.get('step')!r:.60}"]
+    if type(state.get("step")) is not int or state["step"] != layout.step_of(path):
+        return [f"{path / layout.STATE_FILE} is damaged: it is of step {state.get('step')!r:.60}"]
     parts = [f"{role.name}/{part}" for role in roles for part in _PARTS if part in role.checkpoint.load_contents]
     return find_faults(path, parts) or [fault for part in parts for fault in faults_of(path / part)]
 

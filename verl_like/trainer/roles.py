@@ -15,15 +15,7 @@ from verl_like.algorithms.minibatch import count_episode_tokens, cut_minibatches
 from verl_like.algorithms.mismatch import without_gap
 from verl_like.algorithms.objectives import PolicyObjective
 from verl_like.algorithms.preparation import prepare_batch, prepare_minibatch
-from verl_like.batch import (
-    Denominators,
-    Evaluated,
-    Experience,
-    Metric,
-    Rollouts,
-    Sequences,
-    merge_metrics,
-)
+from verl_like.batch import Denominators, Evaluated, Experience, Metric, Rollouts, Sequences, merge_metrics
 from verl_like.cluster.worker_group import PendingResult, WorkerGroup
 from verl_like.config import ActorConfig
 from verl_like.config.batch_plan import BatchPlan

@@ -1,4 +1,4 @@
-"""One whole run of a checked configuration: workers, trainer, fit, and an orderly end."""
+"""One whole run of a checked configuration: workers, trainer, fit, a new beginning where workers are lost, the end."""
 
 from __future__ import annotations
 
@@ -15,28 +15,34 @@ from pathlib import Path
 from typing import Any
 
 from verl_like.checkpoint.files import linked_folders
+from verl_like.checkpoint.layout import STATE_FILE, find_latest, whole_checkpoints
 from verl_like.checkpoint.lock import held
 from verl_like.cluster.environment import omp_threads
-from verl_like.cluster.lifecycle import StopFlag
-from verl_like.cluster.worker_group import WorkerError, new_run_id
-from verl_like.config import PPOConfig
-from verl_like.config.errors import ConfigError, RunStopped
+from verl_like.cluster.lifecycle import StopFlag, graceful_interrupt
+from verl_like.cluster.worker_group import WorkerDied, WorkerError, WorkerTimeout, new_run_id
+from verl_like.config import PPOConfig, TrainerConfig
+from verl_like.config.errors import ConfigError, RunStopped, input_errors
 from verl_like.observe.environment import own_files, write_environment
 from verl_like.observe.logs import setup_driver_logging, told_in_a_line
 from verl_like.observe.redaction import hidden, print_hidden, remember, secrets_of
 from verl_like.observe.run_folder import CONFIG
-from verl_like.trainer.build import Prepared, input_errors, prepared, resolve_world, started
+from verl_like.parallel.host_memory import tells_of_memory
+from verl_like.trainer.build import Prepared, prepared, resolve_world, started
 from verl_like.trainer.compose import save_resolved, to_dict
 from verl_like.trainer.folders import check_output_folders, log_dir, profile_dir
 from verl_like.trainer.free_folder import with_free_folder
 from verl_like.trainer.nsight import check_nsight, restart_under_nsight
 from verl_like.trainer.own_code import check_given, with_reward
 from verl_like.trainer.ppo import PPOTrainer
-from verl_like.trainer.restarts import Restarts
 from verl_like.trainer.told import closing_text, cpu_seconds, process_age, ready_text
 from verl_like.trainer.workers import Launcher
 
 logger = logging.getLogger(__name__)
+
+_LOST = frozenset({"OutOfMemoryError", "MemoryError", "EngineLostError"})
+_LONGEST_S = 600.0
+_LOOK_S = 0.5  # how soon an interrupt ends a wait
+Wait = Callable[[float, StopFlag], None]
 
 
 def run(config: PPOConfig) -> None:
@@ -172,3 +178,72 @@ def _describe(config: PPOConfig, began: tuple[float, float], **run: Any) -> None
     if not (config.trainer.val_only and (folder / CONFIG).exists()):
         save_resolved(config, folder / CONFIG)
     write_environment(folder, code=own_files(to_dict(config)), **run)
+
+
+class Restarts:
+    """Of one run: at most trainer.max_restarts from the same checkpoint, each after twice the wait of the last."""
+
+    def __init__(self, trainer: TrainerConfig, wait: Wait | None = None) -> None:
+        self._trainer, self._wait = trainer, wait or wait_unless_stopped
+        self.count = 0  # of the whole run
+        self._in_vain = 0  # since the newest checkpoint
+        self._newest = self._checkpoint()
+        root = Path(trainer.default_local_dir).expanduser()
+        self._before = {_written(path) for path in whole_checkpoints(root)}
+
+    @property
+    def saved(self) -> bool:
+        """Whether the newest checkpoint is of this run: not of an earlier one, which the user may have rejected."""
+        newest = self._checkpoint()
+        return newest is not None and newest not in self._before
+
+    def wait_before_next(self, error: WorkerError) -> None:
+        """Return when it is time to begin again; raise `error` when it is not one that a new start can cure, when the
+        restarts are used up, or when the user asks to stop meanwhile."""
+        newest = self._checkpoint()
+        if newest != self._newest:
+            self._newest, self._in_vain = newest, 0
+        if not is_loss(error) or self._in_vain >= self._trainer.max_restarts:
+            raise error
+        wait_s = min(self._trainer.restart_delay * 2**self._in_vain, _LONGEST_S)
+        self.count, self._in_vain = self.count + 1, self._in_vain + 1
+        logger.error(
+            "%s\nbeginning again in %g s from %s (restart %d of %d: trainer.max_restarts)",
+            *(str(error).splitlines()[0], wait_s, self._beginning(), self._in_vain, self._trainer.max_restarts),
+        )
+        with graceful_interrupt() as stop:
+            self._wait(wait_s, stop)
+        if stop.requested:
+            raise error
+
+    def _beginning(self) -> str:
+        if self.saved and self._newest is not None:
+            return str(self._newest[0])
+        return f"where it began (trainer.resume_mode={self._trainer.resume_mode})"
+
+    def _checkpoint(self) -> tuple[Path, int] | None:
+        try:
+            newest = find_latest(Path(self._trainer.default_local_dir).expanduser())
+        except ValueError as error:  # a start repairs what can be repaired, and refuses the rest by itself
+            logger.debug("there is no whole checkpoint to count from: %s", error)
+            return None
+        return None if newest is None else _written(newest)
+
+
+def _written(path: Path) -> tuple[Path, int]:
+    """A checkpoint and when it was written: a step may be saved again."""
+    return path, (path / STATE_FILE).stat().st_mtime_ns
+
+
+def wait_unless_stopped(seconds: float, stop: StopFlag) -> None:
+    """Sleep; an interrupt ends it."""
+    end = time.monotonic() + seconds
+    while not stop.requested and (left := end - time.monotonic()) > 0:
+        time.sleep(min(left, _LOOK_S))
+
+
+def is_loss(error: WorkerError) -> bool:
+    """Whether processes (an engine's own too), a node or their memory were lost, or answered no more: not an exception
+    of a program's own."""
+    of_torch = error.error_type == "RuntimeError" and tells_of_memory(str(error).splitlines()[0])  # on a CPU
+    return isinstance(error, (WorkerDied, WorkerTimeout)) or error.error_type in _LOST or of_torch

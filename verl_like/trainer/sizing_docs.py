@@ -33,16 +33,10 @@ SETTINGS: dict[str, dict[str, object]] = {  # the first that fits is told
 }
 _BUDGET = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
 _BASE = [
-    "data.train_files=train.parquet",
-    "actor_rollout_ref.model.path=model",
-    "algorithm.adv_estimator=grpo",
-    "actor_rollout_ref.actor.use_kl_loss=true",
-    "actor_rollout_ref.rollout.n=8",
-    "data.train_batch_size=128",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=128",
-    "data.max_prompt_length=1024",
-    "data.max_response_length=3072",
-]
+    "data.train_files=train.parquet", "actor_rollout_ref.model.path=model", "algorithm.adv_estimator=grpo",
+    "actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.rollout.n=8", "data.train_batch_size=128",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=128", "data.max_prompt_length=1024", "data.max_response_length=3072",
+]  # fmt: skip
 
 
 def shape_of(name: str) -> Shape:

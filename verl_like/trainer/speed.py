@@ -101,15 +101,10 @@ class SpeedReport:
         numbers, shared_B = rollouts.group_B.tolist(), rollouts.prompt_length_B
         if rollouts.episode_B is not None:
             numbers, shared_B = shared_prefixes(rollouts)
-        return {**self.memory} | speed_metrics(
-            self.shape,
-            seconds,
-            rollouts.prompt_length_B.tolist(),
-            rollouts.response_length_B.tolist(),
-            numbers,
-            metrics.get("perf/forward_only_share", 0.0),
-            shared_B.tolist(),
-        )
+        lengths = rollouts.prompt_length_B.tolist(), rollouts.response_length_B.tolist()
+        forward_only = metrics.get("perf/forward_only_share", 0.0)
+        told = speed_metrics(self.shape, seconds, *lengths, numbers, forward_only, shared_B.tolist())
+        return {**self.memory, **told}
 
     def log(self, seconds: Mapping[str, float], metrics: Mapping[str, float]) -> None:
         """The step's phases against their floors, for the log file; advice, the same after a pause only."""

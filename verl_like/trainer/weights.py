@@ -88,9 +88,8 @@ class Weights:
         groups = [replica.group for replica in self._rollout.replicas] if isinstance(self._rollout, Fleet) else []
         groups = groups or [self._rollout]
         sizes = [group.world_size for group in groups]
-        names = [
-            f"{getattr(g, 'name', ROLLOUT)} rank {r}" for g in groups for r in range(g.world_size)
-        ]  # the watchdog's
+        # As the watchdog has them
+        names = [f"{getattr(g, 'name', ROLLOUT)} rank {r}" for g in groups for r in range(g.world_size)]
         way = self._actor.call_all("weights.listen", names).wait(timeout=self._timeout_s)[0]
         firsts = [sum(sizes[:place]) for place, size in enumerate(sizes) for _ in range(size)]
         self._rollout.call("weights.join", [(way, first) for first in firsts]).wait(timeout=self._timeout_s)

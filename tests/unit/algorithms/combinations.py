@@ -106,7 +106,7 @@ class Combination:
 
 def legal(actor: ActorConfig) -> bool:
     """Whether the doctor lets it pass."""
-    return not impossible_losses(actor)
+    return not list(impossible_losses(actor))
 
 
 def covering(loss: tuple[str, ToprConfig]) -> Iterator[Combination]:

@@ -14,7 +14,7 @@ import torch
 from verl_like.checkpoint.layout import commit, forget, prepare_step_dir, write_trainer_state
 from verl_like.cluster.worker_group import GroupStopped, WorkerDied, WorkerError, WorkerTimeout
 from verl_like.config import TrainerConfig
-from verl_like.trainer.restarts import Restarts, is_loss
+from verl_like.trainer.run import Restarts, is_loss
 
 
 def died(kind: type[WorkerError] = WorkerDied, error_type: str = "") -> WorkerError:

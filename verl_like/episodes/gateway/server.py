@@ -45,6 +45,7 @@ _MOST_CONNECTIONS = 4096
 _READ_BYTES = 1 << 14  # at a time: the parser keeps the interpreter's lock, for milliseconds if these are tiny chunks
 _SMALL_BYTES = 1 << 16
 _MOST_SAID = 500  # characters of a reason
+_NO_RETRY = {"x-should-retry": "false"}  # the official clients would ask again after 408, 409, 429 and 5xx
 
 
 class _Connection(web.RequestHandler):
@@ -59,7 +60,8 @@ class _Connection(web.RequestHandler):
     ) -> web.StreamResponse:
         super().handle_error(request, status, exc, message)
         what = f"no request that can be read: {(message or 'Bad Request').splitlines()[0]}"
-        response = _error(request, Refused(what, status=status), None)
+        status, body = _told(request, Refused(what, status=status), None)
+        response = web.json_response(body, status=status, headers=_NO_RETRY)
         response.force_close()
         return response
 
@@ -172,8 +174,7 @@ class GatewayServer:
             raise
         except (EpisodeAborted, Exception) as error:
             status, body = _told(request, error, session)
-            # The official clients would ask again after 408, 409, 429 and 5xx.
-            response = web.json_response(body, status=status, headers={"x-should-retry": "false"})
+            response = web.json_response(body, status=status, headers=_NO_RETRY)
             if status in (401, 408, 413):
                 response.force_close()
         finally:

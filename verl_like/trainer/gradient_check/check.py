@@ -126,10 +126,7 @@ class SelfCheck:
         whole, denominators = main.shares[1][0]
         backwards = whole.select(range(len(whole) - 1, -1, -1))
         other = self.policy(
-            process,
-            work,
-            packed=not engine.packed and not why_padded(engine.hf_config),
-            fused=not engine.packed,
+            process, work, packed=not engine.packed and not why_padded(engine.hf_config), fused=not engine.packed
         )
         name = f"{'packed' if other.packed else 'padded'} rows, {'full logits' if engine.packed else 'fused head'}"
         one_row = MicroBatchRule(max_sequences=1)
@@ -204,12 +201,7 @@ class SelfCheck:
     def critic(self, process: ProcessInfo) -> FSDPEngine:
         """The critic as the configuration wants it, in float32."""
         critic = self.settings().critic
-        role = RoleConfig(
-            kind="value",
-            model=critic.model,
-            fsdp=critic.model.fsdp_config,
-            optim=OptimConfig(),
-        )
+        role = RoleConfig(kind="value", model=critic.model, fsdp=critic.model.fsdp_config, optim=OptimConfig())
         return FSDPEngine(role, process, num_schedule_steps=1, seed=self.config.trainer.seed)
 
     def in_processes(self, ranks: int, work: Work, first: Measured) -> list[Finding]:
