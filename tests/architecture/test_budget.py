@@ -12,8 +12,8 @@ from pathlib import Path
 
 from tests.architecture.source import Source, package_sources, parse
 
-MOST_LINES = 55_490  # of code, in the whole package
-MOST_SMALL_FILES, SMALL = 122, 60  # files with fewer than SMALL lines of any kind, __init__.py left out
+MOST_LINES = 54_131  # of code, in the whole package
+MOST_SMALL_FILES, SMALL = 98, 60  # files with fewer than SMALL lines of any kind, __init__.py left out
 _PROSE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
