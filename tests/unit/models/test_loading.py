@@ -122,7 +122,7 @@ BROKEN = {  # what is done to the files of a sound folder, and what is told of i
     "index alone": (lambda folder: (folder / "model.safetensors").rename(folder / INDEX), "cannot be read .*Decode"),
     "shard absent": (
         lambda folder: ((folder / "model.safetensors").unlink(), (folder / INDEX).write_text(SHARDS)),
-        "cannot be read .*FileNotFoundError",
+        "cannot be read .*00001-of-00002.safetensors is damaged: it is no file",
     ),
     "layers": (lambda folder: change(folder, num_hidden_layers=9), r"another model's: model\.layers\.\d.*not there"),
     "width": (lambda folder: change(folder, intermediate_size=8), r"another model's: .*gate_proj.weight is \("),
