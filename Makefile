@@ -65,7 +65,7 @@ types: setup ## pyright
 	$(PY) -m pyright
 
 docs: setup ## regenerate docs/configuration.md and coming_from_*.md; the documentation as a site with search: outputs/site/index.html
-	$(PY) -m verl_like.trainer.config_docs
+	$(PY) -m verl_like.kit.docs.configuration
 	@cmp -s constraints/docs.txt $(DOCS_VENV)/installed.txt || { echo "[docs] installing mkdocs into $(DOCS_VENV)"; \
 		$(PY) -m venv $(DOCS_VENV) && $(DOCS_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps \
 		-r constraints/docs.txt && cp constraints/docs.txt $(DOCS_VENV)/installed.txt; }

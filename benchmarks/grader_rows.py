@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl_like.data.preprocess.gsm8k import final_answer
+from verl_like.kit.datasets.gsm8k import final_answer
 
 FILLER = (
     "Let us work through this step by step. First we simplify $3x + 2 = 11$ to get \\boxed{x = 3}? No, not yet. " * 5

@@ -13,17 +13,17 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.growth_measured import measured
-from verl_like.bench.inputs import model_config
-from verl_like.bench.report import Report, Row, finish
-from verl_like.bench.shapes import MODELS, WORKLOADS, ModelShape, Workload
-from verl_like.bench.sync import link_floor
-from verl_like.cli.bench import files, positive
 from verl_like.config import FSDPConfig
+from verl_like.kit.bench.inputs import model_config
+from verl_like.kit.bench.report import Report, Row, finish
+from verl_like.kit.bench.shapes import MODELS, WORKLOADS, ModelShape, Workload
+from verl_like.kit.bench.sync import link_floor
+from verl_like.kit.forecast.memory import Model
+from verl_like.kit.verbs.bench import files, positive
 from verl_like.models.cost import ModelCost
 from verl_like.models.memory import Path, Shape
 from verl_like.observe.roofline import RunShape, generation_floor, phase_flops, sync_floor
 from verl_like.parallel.device_peak import DevicePeak, data_sheet, known_devices, link_bandwidth
-from verl_like.trainer.memory_forecast import Model
 
 _REACHABLE = 0.4  # share of the peak that a good update reaches
 _BYTES = 2  # bfloat16

@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 
 from verl_like.algorithms.minibatch import denominators_of
-from verl_like.bench.inputs import grouped_rows
-from verl_like.bench.phase import POLICY, Job, build_job
-from verl_like.bench.ranks import on_ranks, timed
-from verl_like.bench.report import Report, Row, check_comparable
-from verl_like.bench.shapes import ModelShape, Workload
+from verl_like.kit.bench.inputs import grouped_rows
+from verl_like.kit.bench.phase import POLICY, Job, build_job
+from verl_like.kit.bench.ranks import on_ranks, timed
+from verl_like.kit.bench.report import Report, Row, check_comparable
+from verl_like.kit.bench.shapes import ModelShape, Workload
 from verl_like.models.cost import BACKWARD
 from verl_like.parallel.device_peak import device_peak
 from verl_like.parallel.dist import ProcessInfo

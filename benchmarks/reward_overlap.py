@@ -19,8 +19,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from verl_like.bench.inputs import write_inputs
-from verl_like.bench.shapes import MODELS, Workload
+from verl_like.kit.bench.inputs import write_inputs
+from verl_like.kit.bench.shapes import MODELS, Workload
 from verl_like.observe.run_folder import read_metrics
 
 _SLEEPY = """

@@ -16,9 +16,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from verl_like.bench.report import Report, Row, finish
-from verl_like.cli.bench import files, positive
 from verl_like.episodes.selection import CompletionOrder, DrawOrder, Limits, Selection
+from verl_like.kit.bench.report import Report, Row, finish
+from verl_like.kit.verbs.bench import files, positive
 from verl_like.rollout.fake_time import FakeTimeEngine, SimulatedLink, VirtualClock, long_tailed
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, SamplingParams, request_seed
 from verl_like.rollout.router import Router

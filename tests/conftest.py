@@ -74,7 +74,7 @@ def _no_gpu() -> str:
 
 
 def _no_sglang() -> str:
-    from verl_like.rollout.sglang import compat
+    from verl_like.plugins.sglang import compat
 
     return "" if compat.installed() else "needs SGLang: WITH_SGLANG=1 bash scripts/setup_env.sh (Linux on x86-64)"
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRPO on Geometry3K with Qwen2.5-VL: verl's example, key by key. Files: python -m verl_like.data.preprocess.geometry3k.
+# GRPO on Geometry3K with Qwen2.5-VL: verl's example, key by key. Files: python -m verl_like.kit.datasets.geometry3k.
 set -euo pipefail
 
 python -m verl_like.trainer.main_ppo \

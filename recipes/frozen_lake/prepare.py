@@ -24,7 +24,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from verl_like.environments.frozen_lake import ACTIONS, FrozenLake
+from verl_like.plugins.games.frozen_lake import ACTIONS, FrozenLake
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "quickstart"))
 from model import build_model, save_checkpoint

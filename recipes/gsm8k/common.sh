@@ -12,7 +12,7 @@ TOKENIZER=${TOKENIZER:-$HERE/../../../shared/data/tok_qwen25}
 MODEL=${MODEL:-}
 
 if [ ! -f "$OUT/data/train.parquet" ]; then
-    "$PYTHON" -m verl_like.data.preprocess.gsm8k --local_dataset_path "$GSM8K" --local_save_dir "$OUT/data"
+    "$PYTHON" -m verl_like.kit.datasets.gsm8k --local_dataset_path "$GSM8K" --local_save_dir "$OUT/data"
 fi
 if [ -z "$MODEL" ]; then
     MODEL=$OUT/model

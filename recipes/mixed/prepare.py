@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from verl_like.data.preprocess import code_contests, countdown, gsm8k, humaneval, math_dataset, schema
+from verl_like.kit.datasets import code_contests, countdown, gsm8k, humaneval, math_dataset, schema
 
 
 def prepare(source: Path, output: Path) -> None:

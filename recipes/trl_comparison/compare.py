@@ -16,9 +16,9 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from verl_like.bench.inputs import write_inputs
-from verl_like.bench.shapes import MODELS, WORKLOADS
 from verl_like.cli.main import main as verl_like
+from verl_like.kit.bench.inputs import write_inputs
+from verl_like.kit.bench.shapes import MODELS, WORKLOADS
 
 HERE = Path(__file__).resolve().parent
 SAME_ALGORITHM = [

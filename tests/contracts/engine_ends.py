@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from verl_like.bench.engine_process import EngineProcess, EngineSettings, Hosted, connected, hosted, receive, wanted
+from verl_like.kit.bench.engine_process import EngineProcess, EngineSettings, Hosted, connected, hosted, receive, wanted
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.weight_sync.channel import InProcess, SendingEnd
 from verl_like.weight_sync.source import WeightSource

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from tests.contracts.engine_ends import Engine, connect, transfer
-from verl_like.bench.engine_process import Hosted, wanted
 from verl_like.engine.fsdp import FSDPEngine
+from verl_like.kit.bench.engine_process import Hosted, wanted
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.parallel.sharding import local_tensor
 from verl_like.rollout import vllm_compat

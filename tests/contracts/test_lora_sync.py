@@ -19,15 +19,15 @@ from tests.contracts.two_ranks import run_on_two_ranks
 from tests.unit.engine import tiny
 from tests.unit.rollout.tiny import build_for
 from verl_like.batch import Sequences
-from verl_like.bench.engine_process import (
+from verl_like.config import ModelConfig, OptimConfig, RolloutConfig
+from verl_like.config.model import LoraConfig
+from verl_like.engine.fsdp import FSDPEngine
+from verl_like.kit.bench.engine_process import (
     EngineProcess,
     EngineSettings,
     receive,
     wanted,
 )
-from verl_like.config import ModelConfig, OptimConfig, RolloutConfig
-from verl_like.config.model import LoraConfig
-from verl_like.engine.fsdp import FSDPEngine
 from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
 from verl_like.rollout import vllm_lora
 from verl_like.rollout.base import RolloutEngine

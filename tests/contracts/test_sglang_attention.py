@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from verl_like.rollout.sglang import attention, compat
+from verl_like.plugins.sglang import attention, compat
 
 pytestmark = [pytest.mark.engines, pytest.mark.sglang]
 ROOT = Path(__file__).parents[2]

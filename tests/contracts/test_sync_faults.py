@@ -25,11 +25,11 @@ from tests.contracts.sync_faults import (
 )
 from tests.contracts.two_ranks import run_on_two_ranks
 from tests.unit.rollout.tiny import MAX_LEN, TOKENIZER_SIZE, single_process, tiny_model
-from verl_like.bench.engine_process import EngineProcess, EngineSettings
 from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.config.roles import RoleConfig
 from verl_like.config.rollout import EngineKwargsConfig
 from verl_like.engine.fsdp import FSDPEngine
+from verl_like.kit.bench.engine_process import EngineProcess, EngineSettings
 from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
 from verl_like.weight_sync.verdict import WeightSyncError
 

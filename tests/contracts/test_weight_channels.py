@@ -28,7 +28,11 @@ from tests.unit.rollout.tiny import (
     single_process,
     tiny_model,
 )
-from verl_like.bench.engine_process import (
+from verl_like.cluster.janitor import cleanup_shm
+from verl_like.config import ModelConfig, RolloutConfig
+from verl_like.config.roles import RoleConfig
+from verl_like.engine.fsdp import FSDPEngine
+from verl_like.kit.bench.engine_process import (
     EngineProcess,
     EngineSettings,
     Hosted,
@@ -37,11 +41,7 @@ from verl_like.bench.engine_process import (
     sender_of,
     wanted,
 )
-from verl_like.bench.meters import LiveBytes
-from verl_like.cluster.janitor import cleanup_shm
-from verl_like.config import ModelConfig, RolloutConfig
-from verl_like.config.roles import RoleConfig
-from verl_like.engine.fsdp import FSDPEngine
+from verl_like.kit.bench.meters import LiveBytes
 from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
 from verl_like.rollout.rollout_engine import GenerationRequest, RolloutError, SamplingParams
 from verl_like.weight_sync import wired

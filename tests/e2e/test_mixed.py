@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from support import metrics_of, overrides
 
-from verl_like.data.preprocess import code_contests, countdown, gsm8k, math_dataset
+from verl_like.kit.datasets import code_contests, countdown, gsm8k, math_dataset
 from verl_like.trainer.compose import compose
 from verl_like.trainer.run import run as train
 

@@ -13,9 +13,9 @@ from support import main_ppo, metrics_of, overrides, write_task
 
 from verl_like.cli.main import main
 from verl_like.config.errors import ConfigError
+from verl_like.kit.replaying import parting, replay
 from verl_like.trainer.compose import compose
 from verl_like.trainer.dry_run import dry_run
-from verl_like.trainer.replaying import parting, replay
 from verl_like.trainer.run import run as train
 
 SETTINGS: dict[str, Any] = {"trainer.save_freq": 1, "trainer.record_freq": 1, "trainer.total_training_steps": 3}

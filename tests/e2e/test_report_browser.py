@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.unit.observe.run_factory import write_run
-from verl_like.observe.report.page import write_comparison, write_report
+from verl_like.kit.report.page import write_comparison, write_report
 
 sync_api = pytest.importorskip("playwright.sync_api")
 pytest.importorskip("bokeh")

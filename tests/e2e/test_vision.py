@@ -15,7 +15,7 @@ from support import ROOT, metrics_of
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from verl_like.cli.main import main
-from verl_like.trainer.replaying import replay
+from verl_like.kit.replaying import replay
 
 RECIPE = ROOT / "recipes" / "vision"
 

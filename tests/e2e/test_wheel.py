@@ -85,7 +85,7 @@ def test_it_works_outside_the_repository(installed: Path, tmp_path: Path) -> Non
 
 def test_its_quickstart_trains(installed: Path, tmp_path: Path) -> None:
     """One step, through Ray; the script is that of the wheel."""
-    code = "from verl_like.cli.quickstart import script; print(script())"
+    code = "from verl_like.kit.verbs.quickstart import script; print(script())"
     assert Path(run(installed, tmp_path, sys.executable, "-c", code).strip()).is_relative_to(installed)
     said = run(installed, tmp_path, "verl-like", "quickstart", "--rollout", "hf", "trainer.total_training_steps=1")
     assert "step   1 (GRPO)" in said and (tmp_path / "outputs/quickstart/checkpoints/report.html").is_file()

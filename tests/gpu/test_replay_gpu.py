@@ -11,8 +11,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 
 from support import overrides, write_task
 
+from verl_like.kit.replaying import replay
 from verl_like.trainer.compose import compose
-from verl_like.trainer.replaying import replay
 from verl_like.trainer.run import run as train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]

@@ -10,10 +10,10 @@ import torch
 
 from tests.contracts.engine_ends import transfer
 from tests.unit.rollout.tiny import MAX_LEN, TOKENIZER_SIZE, FakeTrainEngine, free_port, tiny_config, tiny_model
-from verl_like.bench.engine_process import EngineProcess, EngineSettings, connected
-from verl_like.bench.meters import LiveBytes
 from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.engine.fsdp import FSDPEngine
+from verl_like.kit.bench.engine_process import EngineProcess, EngineSettings, connected
+from verl_like.kit.bench.meters import LiveBytes
 from verl_like.parallel.dist import init_distributed, shutdown_distributed
 from verl_like.weight_sync.source import WeightSource
 from verl_like.weight_sync.verdict import WeightSyncError

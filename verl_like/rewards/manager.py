@@ -19,9 +19,9 @@ from verl_like.batch import PromptRow, Rollouts, Scores, numeric_extras, unusabl
 from verl_like.config import CustomRewardFunctionConfig, DataConfig, RewardModelConfig
 from verl_like.config.enums import REWARD_MANAGERS
 from verl_like.config.roles import classifies, generates
+from verl_like.plugins.code_grading.execution import ExecutionPlace
 from verl_like.remote import local_folder
 from verl_like.rewards import graders
-from verl_like.rewards.execution import ExecutionPlace
 from verl_like.rewards.grading import Graded, Grading, Scorer, Submit, report, require_enough, tell_of_deaths
 from verl_like.rewards.judge import Judge
 from verl_like.rewards.model_score import Answer, ModelScore

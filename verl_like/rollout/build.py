@@ -105,7 +105,7 @@ def build_rollout_engine(
 
         return HFRolloutEngine(spec)
     if rollout.name == "sglang" and address is not None:
-        from verl_like.rollout.sglang.engine import SGLangRolloutEngine
+        from verl_like.plugins.sglang.engine import SGLangRolloutEngine
 
         return SGLangRolloutEngine(spec, address=address)
     raise ValueError(f"rollout.name={rollout.name!r} is no engine for this process")

@@ -38,10 +38,9 @@ from verl_like.episodes.answering import Answering
 from verl_like.episodes.collector import Collector
 from verl_like.episodes.episode import EpisodeRunner, SingleTurn
 from verl_like.episodes.outcomes import Policies
-from verl_like.episodes.tool_agent import Bounds, ToolAgent
-from verl_like.episodes.tool_calls.formats import parser_of
-from verl_like.episodes.tools.toolbox import Toolbox
 from verl_like.garbage import settle
+from verl_like.kit.forecast.memory import Forecast, this_machine, told_memory
+from verl_like.kit.report.writer import ReportWriter
 from verl_like.models.cost import ModelCost
 from verl_like.models.families import refuse_vision
 from verl_like.models.loading import check_ulysses, end_token_ids, load_hf_config, load_tokenizer, shares_prompts
@@ -50,14 +49,17 @@ from verl_like.models.tensor_plan import check_model
 from verl_like.models.vision import VisionProcessor, processor_of
 from verl_like.observe.health_watch import HealthWatch
 from verl_like.observe.progress import build_progress
-from verl_like.observe.report.writer import ReportWriter
 from verl_like.observe.run_folder import SAMPLES
 from verl_like.observe.samples import SampleStore
 from verl_like.observe.trackers import build_trackers
+from verl_like.plugins.agents.start import check_interactions, open_toolbox, require_tool_messages
+from verl_like.plugins.agents.tool_agent import Bounds, ToolAgent
+from verl_like.plugins.agents.tool_calls.formats import parser_of
+from verl_like.plugins.agents.tools.toolbox import Toolbox
+from verl_like.plugins.verl_agents.start import check_agents, with_agent_loops
 from verl_like.rewards.manager import RewardManager
 from verl_like.rollout.build import require_heads, require_quantization
 from verl_like.rollout.sampling import train_sampling, validation_sampling
-from verl_like.trainer.agent_loops import check_agents, with_agent_loops
 from verl_like.trainer.checkpoints import Checkpoints
 from verl_like.trainer.compose import to_dict
 from verl_like.trainer.fleet import Fleet
@@ -70,7 +72,6 @@ from verl_like.trainer.inputs import (
     refuse_media_keys,
     refuse_missing_answers,
 )
-from verl_like.trainer.memory_forecast import Forecast, this_machine, told_memory
 from verl_like.trainer.own_code import check_own_code, trainer_class
 from verl_like.trainer.pools import Pools
 from verl_like.trainer.ppo import PPOTrainer
@@ -85,7 +86,6 @@ from verl_like.trainer.speed import ModelCosts, SpeedReport
 from verl_like.trainer.start_checks import check_machine, check_models, check_sampling
 from verl_like.trainer.state import TrainState
 from verl_like.trainer.told import start_phase, worker_start_text
-from verl_like.trainer.tools import check_interactions, open_toolbox, require_tool_messages
 from verl_like.trainer.validation import Validator
 from verl_like.trainer.weights import Weights
 from verl_like.trainer.workers import Workers

@@ -22,8 +22,8 @@ from verl_like.config.reward_rollout import RewardRolloutConfig
 from verl_like.config.roles import REWARD, generates, roles_of
 from verl_like.config.rollout import runs_agent_loops, runs_programs
 from verl_like.models import blocks, families, loading, lora
+from verl_like.plugins.sglang import compat
 from verl_like.rollout.sampling import require_tokens_left, train_sampling, validation_sampling
-from verl_like.rollout.sglang import compat
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _FILTER = "data.filter_overlong_prompts_workers"

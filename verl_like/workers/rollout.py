@@ -16,12 +16,12 @@ from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.config.rollout import reads_text
 from verl_like.models.loading import load_hf_config
 from verl_like.parallel.dist import ProcessInfo, init_distributed
+from verl_like.plugins.sglang import compat
 from verl_like.progress import DRIVER, span
 from verl_like.rollout.base import RolloutEngine
 from verl_like.rollout.build import build_rollout_engine
 from verl_like.rollout.link import LinkServer
 from verl_like.rollout.rollout_engine import EngineLostError, RolloutError
-from verl_like.rollout.sglang import compat
 from verl_like.workers.remote_engine import RemoteEngine
 from verl_like.workers.spec import WorkerSpec
 

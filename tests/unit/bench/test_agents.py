@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.unit.bench.tiny import bench, use_tiny_shapes
-from verl_like.bench import agents
-from verl_like.bench.agents import Work, simulate
 from verl_like.episodes.episode import Ask, Episode, Turn
+from verl_like.kit.bench import agents
+from verl_like.kit.bench.agents import Work, simulate
 
 WORK = Work.drawn(40, 3, 20, 0.2)
 EVERY = range(40)

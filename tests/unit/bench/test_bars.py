@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from verl_like.bench.bars import bars_of
-from verl_like.bench.report import Report, Row
-from verl_like.bench.shapes import MODELS
+from verl_like.kit.bench.bars import bars_of
+from verl_like.kit.bench.report import Report, Row
+from verl_like.kit.bench.shapes import MODELS
 
 CPU: dict[str, Any] = {"device": "some processor", "cores": 2}
 GPU: dict[str, Any] = {"device": "NVIDIA H200", "devices": 1}

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.bench.tiny import bench
-from verl_like.bench.driver import ESTIMATORS, response_lengths
-from verl_like.bench.report import Report
+from verl_like.kit.bench.driver import ESTIMATORS, response_lengths
+from verl_like.kit.bench.report import Report
 
 SMALL = ("--prompts", "8", "--n", "4", "--mean", "20", "--longest", "40", "--rounds", "1")
 
@@ -39,7 +39,7 @@ def test_lengths_are_long_tailed() -> None:
 def test_memory_of_a_phase_is_what_it_adds() -> None:
     """In a process of its own: here memory that other tests gave back may serve."""
     program = """if True:
-        from verl_like.bench.driver import Phases
+        from verl_like.kit.bench.driver import Phases
         phases = Phases()
         phases.run("large", lambda: bytearray(64 * 2**20))
         print(phases.peak_bytes["large"])"""

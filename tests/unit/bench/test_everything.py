@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from verl_like.bench import everything
-from verl_like.bench.everything import Task, tasks_of
-from verl_like.bench.report import Report, Row
 from verl_like.cli.main import main
+from verl_like.kit.bench import everything
+from verl_like.kit.bench.everything import Task, tasks_of
+from verl_like.kit.bench.report import Report, Row
 
 
 def arguments_of(*options: str, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
@@ -39,14 +39,14 @@ def test_options_reach_every_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     for name, module in (("rollout", "rollout"), ("log-prob", "log_prob"), ("update", "update"), ("sync", "sync")):
         seen: list[argparse.Namespace] = []
-        monkeypatch.setattr(f"verl_like.bench.{module}.main", seen.append)
+        monkeypatch.setattr(f"verl_like.kit.bench.{module}.main", seen.append)
         main(["bench", *tasks[name].options])
         found = seen[0]
         assert (found.model, found.workload, found.ranks, found.rounds) == ("1.5b", "w2", 4, 2)
         assert found.overrides == ["a.b=1"]
     for name in ("packing", "attention", "head", "grpo"):
         seen = []
-        monkeypatch.setattr(f"verl_like.bench.{name}.main", seen.append)
+        monkeypatch.setattr(f"verl_like.kit.bench.{name}.main", seen.append)
         main(["bench", *tasks[name].options])
         assert len(seen) == 1
     assert seen[0].rollout == Path("outputs/bench/all/rollout.json")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.bench.tiny import bench
-from verl_like.episodes.gateway.session import Session
+from verl_like.plugins.agents.gateway.session import Session
 
 
 def test_every_request_is_answered_and_counted(tmp_path: Path) -> None:

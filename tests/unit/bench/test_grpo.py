@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.unit.bench.tiny import bench, use_tiny_shapes
-from verl_like.bench import grpo, shapes
-from verl_like.bench.bars import bars_of
-from verl_like.bench.report import Report, Row
-from verl_like.bench.shapes import MODELS, WORKLOADS, BenchError, Workload
+from verl_like.kit.bench import grpo, shapes
+from verl_like.kit.bench.bars import bars_of
+from verl_like.kit.bench.report import Report, Row
+from verl_like.kit.bench.shapes import MODELS, WORKLOADS, BenchError, Workload
 
 LOCAL = [
     "actor_rollout_ref.rollout.name=hf",

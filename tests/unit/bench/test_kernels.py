@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.bench.tiny import LOAD, bench, use_tiny_shapes
-from verl_like.bench import attention, head
-from verl_like.bench.head import Measured, Size
-from verl_like.bench.packing import Quality, least_bins, qualities, quality
-from verl_like.bench.shapes import MODELS, WORKLOADS
 from verl_like.cli.main import main
+from verl_like.kit.bench import attention, head
+from verl_like.kit.bench.head import Measured, Size
+from verl_like.kit.bench.packing import Quality, least_bins, qualities, quality
+from verl_like.kit.bench.shapes import MODELS, WORKLOADS
 from verl_like.parallel.device_peak import DevicePeak
 
 PEAK = DevicePeak(flops=1e9, bandwidth=1e9, source="measured")

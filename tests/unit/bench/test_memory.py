@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from verl_like.bench.memory import CASES, job_of, told_of
-from verl_like.trainer.memory_forecast import GIB
+from verl_like.kit.bench.memory import CASES, job_of, told_of
+from verl_like.kit.forecast.memory import GIB
 
 MEASURED = {  # GiB: gen, old_log_prob, update_actor; docs/performance.md says where
     "base": (2.355, 3.064, 3.685),

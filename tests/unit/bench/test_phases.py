@@ -12,13 +12,13 @@ import torch
 
 from tests.unit.bench.tiny import LOAD, MODEL, bench, use_tiny_shapes
 from verl_like.batch import Metric
-from verl_like.bench import log_prob, rollout, shapes, sync, update
-from verl_like.bench.inputs import grouped_rows
-from verl_like.bench.phase import phase_job
-from verl_like.bench.report import Report
-from verl_like.bench.sync import WITH, WITHOUT, link_floor
-from verl_like.bench.update import RankFigures, Variant
 from verl_like.cli.main import main
+from verl_like.kit.bench import log_prob, rollout, shapes, sync, update
+from verl_like.kit.bench.inputs import grouped_rows
+from verl_like.kit.bench.phase import phase_job
+from verl_like.kit.bench.report import Report
+from verl_like.kit.bench.sync import WITH, WITHOUT, link_floor
+from verl_like.kit.bench.update import RankFigures, Variant
 from verl_like.parallel.device_peak import DevicePeak
 
 TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"

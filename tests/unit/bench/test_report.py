@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from verl_like.bench.report import Report, Row, check_comparable, markdown, number
-from verl_like.bench.shapes import BenchError
+from verl_like.kit.bench.report import Report, Row, check_comparable, markdown, number
+from verl_like.kit.bench.shapes import BenchError
 
 ROWS = [
     Row(name="packed", seconds=2.0, floor_seconds=0.5, figures={"MFU": 0.25}),

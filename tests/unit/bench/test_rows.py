@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from verl_like.bench.inputs import grouped_rows, random_prompts, tokens_with_shared_prompts
-from verl_like.bench.shapes import WORKLOADS, BenchError, Workload
+from verl_like.kit.bench.inputs import grouped_rows, random_prompts, tokens_with_shared_prompts
+from verl_like.kit.bench.shapes import WORKLOADS, BenchError, Workload
 
 LOAD = Workload(num_prompts=3, responses_per_prompt=4, prompt_length=5, mean_response=7, max_response=20)
 

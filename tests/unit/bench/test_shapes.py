@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.unit.bench.tiny import MODEL
-from verl_like.bench.inputs import REWARD, model_config, word_tokenizer, write_inputs
-from verl_like.bench.shapes import MODELS, WORKLOADS, Workload
+from verl_like.kit.bench.inputs import REWARD, model_config, word_tokenizer, write_inputs
+from verl_like.kit.bench.shapes import MODELS, WORKLOADS, Workload
 from verl_like.models.cost import ModelCost
 from verl_like.models.loading import load_tokenizer
 

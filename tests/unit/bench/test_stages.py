@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from verl_like.bench import meters
-from verl_like.bench.meters import StageClock, Staged
+from verl_like.kit.bench import meters
+from verl_like.kit.bench.meters import StageClock, Staged
 
 
 class Engine:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from verl_like.bench import shapes
-from verl_like.bench.report import Report
-from verl_like.bench.shapes import ModelShape, Workload
 from verl_like.cli.main import main
+from verl_like.kit.bench import shapes
+from verl_like.kit.bench.report import Report
+from verl_like.kit.bench.shapes import ModelShape, Workload
 
 MODEL = ModelShape(
     hidden_size=32,

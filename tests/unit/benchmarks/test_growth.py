@@ -10,9 +10,9 @@ from benchmarks import growth_measured
 from benchmarks.growth import main
 from benchmarks.growth_measured import BASE, SHAPE, sizes, wider
 from tests.unit.bench.tiny import MODEL
-from verl_like.bench.inputs import model_config
-from verl_like.bench.report import Report
-from verl_like.bench.shapes import WORKLOADS, Workload
+from verl_like.kit.bench.inputs import model_config
+from verl_like.kit.bench.report import Report
+from verl_like.kit.bench.shapes import WORKLOADS, Workload
 from verl_like.models.cost import ModelCost
 from verl_like.parallel.device_peak import DevicePeak
 

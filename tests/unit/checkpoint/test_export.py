@@ -18,11 +18,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Qwen3MoeConfig
 
 from tests.unit.engine import tiny
-from verl_like.checkpoint import export as exporting
 from verl_like.checkpoint.checksums import collect
 from verl_like.checkpoint.layout import commit, prepare_step_dir, write_trainer_state
 from verl_like.cli.main import main
 from verl_like.engine.fsdp import FSDPEngine
+from verl_like.kit import export as exporting
 from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
 
 CONTENTS = ["model", "optimizer", "extra"]

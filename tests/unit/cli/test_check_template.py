@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.data.factory import SHARED_DATA
 from verl_like.cli.main import main
-from verl_like.cli.template_cases import cases
+from verl_like.kit.verbs.template_cases import cases
 
 NUM_CASES, NUM_WITH_TOOLS = len(cases()), sum(case.tools for case in cases())
 

@@ -19,7 +19,7 @@ import pytest
 
 from tests.unit.data.factory import SHARED_DATA
 from verl_like.cli.main import main
-from verl_like.data.catalogue import RECIPES, prepare
+from verl_like.kit.datasets.catalogue import RECIPES, prepare
 
 ROOT = Path(__file__).resolve().parents[3]
 

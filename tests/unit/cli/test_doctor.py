@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from verl_like.cli.main import main
-from verl_like.rewards.sandbox import client
-from verl_like.rewards.sandbox.settings import SandboxError
+from verl_like.plugins.code_grading.sandbox import client
+from verl_like.plugins.code_grading.sandbox.settings import SandboxError
 
 Usage = collections.namedtuple("Usage", "total used free")
 

@@ -10,7 +10,7 @@ from verl_like.cli.main import main
 from verl_like.config.aliases import RENAMED, renamed
 from verl_like.config.errors import ConfigError
 from verl_like.config.schema import keys
-from verl_like.trainer.explaining import explain, other_names
+from verl_like.kit.explaining import explain, other_names
 
 KL = "actor_rollout_ref.actor.kl_loss_coef"
 

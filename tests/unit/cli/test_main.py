@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from verl_like.bench import grpo
 from verl_like.cli.main import VERBS, Verb, main
 from verl_like.config import PPOConfig
+from verl_like.kit.bench import grpo
 from verl_like.trainer import main_ppo
 
 

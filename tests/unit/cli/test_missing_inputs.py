@@ -13,8 +13,8 @@ from huggingface_hub import constants
 
 from verl_like.cli.main import main
 from verl_like.config.errors import ConfigError
+from verl_like.kit.evaluation import evaluate
 from verl_like.trainer.compose import compose
-from verl_like.trainer.evaluation import evaluate
 
 NOT_SET = r"actor_rollout_ref\.model\.path{} is not set .*data\.train_files is not set .*data\.val_files is not set "
 TINY = r"there is no folder {here}/models/tiny \(a relative path counts from the current folder\)"

@@ -12,8 +12,8 @@ import pytest
 
 from tests.e2e.support import ROOT, overrides, write_task
 from verl_like.cli.main import main
+from verl_like.kit.forecast.memory import Machine
 from verl_like.trainer import build
-from verl_like.trainer.memory_forecast import Machine
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from verl_like.cli import quickstart
 from verl_like.cli.main import main
+from verl_like.kit.verbs import quickstart
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -12,8 +12,8 @@ import pytest
 from verl_like.config.aliases import DEPRECATED, Change
 from verl_like.config.availability import NO_EFFECT, NOT_YET
 from verl_like.config.outcomes import GRADED, LOST
-from verl_like.config.readers import PACKAGE, _attribute_types, _Nodes, _Scope, _scopes, readers
 from verl_like.config.schema import Key, get_value, keys
+from verl_like.kit.docs.readers import PACKAGE, _attribute_types, _Nodes, _Scope, _scopes, readers
 from verl_like.trainer.compose import _apply, _base, to_config
 
 # Where the rules of `sample` do not give a legal value.
@@ -192,5 +192,5 @@ def test_the_documentation_page_is_current():
     """Names, meanings and defaults; who reads a key may change from commit to commit without a new page."""
     text = (PACKAGE.parent / "docs" / "configuration.md").read_text()
     missing = [path for path, key in keys().items() if key.doc.replace("|", "\\|") not in text]
-    assert missing == [], "run python -m verl_like.trainer.config_docs"
+    assert missing == [], "run python -m verl_like.kit.docs.configuration"
     assert "**nobody**" not in text

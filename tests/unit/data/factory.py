@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl_like.data.preprocess.schema import make_row
+from verl_like.kit.datasets.schema import make_row
 
 SHARED_DATA = Path(__file__).resolve().parents[4] / "shared" / "data"
 TEMPLATE_MARK = "|"

@@ -16,11 +16,11 @@ from verl_like.config import DataConfig
 from verl_like.data.chat import PromptEncoder
 from verl_like.data.dataset import PromptDataset
 from verl_like.data.templates import TEMPLATES
-from verl_like.episodes.agent_loops.service import _templated
-from verl_like.episodes.gateway.session import Asked, Rules, Session
-from verl_like.episodes.tool_agent import Bounds, ToolAgent
-from verl_like.episodes.tool_calls.formats import parser_of
 from verl_like.episodes.transcript import Transcript
+from verl_like.plugins.agents.gateway.session import Asked, Rules, Session
+from verl_like.plugins.agents.tool_agent import Bounds, ToolAgent
+from verl_like.plugins.agents.tool_calls.formats import parser_of
+from verl_like.plugins.verl_agents.service import _templated
 from verl_like.rewards.model_score import Answer, ModelScore
 from verl_like.rollout.rollout_engine import Completion, Sampled, SamplingParams
 

@@ -14,7 +14,7 @@ import pytest
 from tests.unit.data.factory import SHARED_DATA, CharTokenizer
 from verl_like.config import DataConfig
 from verl_like.data.dataset import PromptDataset
-from verl_like.data.preprocess import arithmetic, countdown, gsm8k, schema
+from verl_like.kit.datasets import arithmetic, countdown, gsm8k, schema
 from verl_like.rewards.graders import compute_score
 
 
@@ -69,7 +69,7 @@ def test_errors_of_scripts_are_one_clear_line(tmp_path: Path) -> None:
         (["--local_dataset_path", str(tmp_path / "no")], "there is no folder"),
         ([], "--local_dataset_path is missing"),
     ]:
-        command = [sys.executable, "-m", "verl_like.data.preprocess.gsm8k", "--local_save_dir", str(tmp_path / "out")]
+        command = [sys.executable, "-m", "verl_like.kit.datasets.gsm8k", "--local_save_dir", str(tmp_path / "out")]
         root = Path(__file__).resolve().parents[3]
         done = subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=root)
         assert done.returncode == 1
@@ -90,7 +90,7 @@ SCRIPTS = sorted(path.stem for path in Path(schema.__file__).parent.glob("[a-z]*
 @pytest.mark.parametrize("module", SCRIPTS)
 def test_help_needs_no_torch(module: str) -> None:
     code = (
-        f"import sys; from verl_like.data.preprocess import {module} as m\n"
+        f"import sys; from verl_like.kit.datasets import {module} as m\n"
         "try: m.main(['--help'])\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
     )
     root = Path(__file__).resolve().parents[3]

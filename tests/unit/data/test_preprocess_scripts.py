@@ -15,7 +15,7 @@ import pytest
 from tests.unit.data.factory import SHARED_DATA, CharTokenizer
 from verl_like.config import DataConfig
 from verl_like.data.dataset import PromptDataset
-from verl_like.data.preprocess import (
+from verl_like.kit.datasets import (
     aime,
     code_contests,
     full_hh_rlhf,

@@ -14,8 +14,8 @@ from benchmarks.verl_settings import tables
 from verl_like.cli.main import VERBS
 from verl_like.config.errors import ConfigError
 from verl_like.config.schema import find_key, keys, sections
+from verl_like.kit.docs.configuration import ESSENTIAL
 from verl_like.trainer.compose import compose
-from verl_like.trainer.config_docs import ESSENTIAL
 
 ROOT = Path(__file__).parents[3]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "recipes").rglob("*.md")])

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from verl_like.environments.adapters import GymnasiumText, TextRenderer, need
-from verl_like.environments.forms import Step, act, begin, first_of, news, step_of
-from verl_like.environments.games import KINDS, make
+from verl_like.plugins.games.adapters import GymnasiumText, TextRenderer, need
+from verl_like.plugins.games.forms import Step, act, begin, first_of, news, step_of
+from verl_like.plugins.games.games import KINDS, make
 
 PAGE = Path(__file__).parents[3] / "docs" / "environments.md"
 MOVES = {"Left": 0, "Down": 1, "Right": 2, "Up": 3}

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from verl_like.environments.bandit import Bandit
-from verl_like.environments.countdown import Countdown
-from verl_like.environments.drawing import draw, frame_of, gif
-from verl_like.environments.frozen_lake import FrozenLake
-from verl_like.environments.games import KINDS, TAGS, make
-from verl_like.environments.sokoban import ACTIONS, Sokoban, read_levels
-from verl_like.rewards.countdown import is_solution
+from verl_like.plugins.games.bandit import Bandit
+from verl_like.plugins.games.countdown import Countdown
+from verl_like.plugins.games.drawing import draw, frame_of, gif
+from verl_like.plugins.games.frozen_lake import FrozenLake
+from verl_like.plugins.games.games import KINDS, TAGS, make
+from verl_like.plugins.games.sokoban import ACTIONS, Sokoban, read_levels
+from verl_like.plugins.math_grading.countdown import is_solution
 
 SHARED = Path(os.environ.get("VERL_LIKE_SHARED_DATA", Path(__file__).parents[4] / "shared" / "data"))
 LEVEL = "; 0\n######\n#@$. #\n#    #\n######\n"

@@ -21,10 +21,10 @@ from verl_like.data.chat import PromptEncoder
 from verl_like.episodes.answering import Answering
 from verl_like.episodes.collector import Collector
 from verl_like.episodes.outcomes import Policies
-from verl_like.episodes.tool_agent import Bounds, ToolAgent
-from verl_like.episodes.tool_calls.formats import parser_of
-from verl_like.episodes.tools.tool_call import ToolSpec
-from verl_like.episodes.tools.toolbox import Toolbox
+from verl_like.plugins.agents.tool_agent import Bounds, ToolAgent
+from verl_like.plugins.agents.tool_calls.formats import parser_of
+from verl_like.plugins.agents.tools.tool_call import ToolSpec
+from verl_like.plugins.agents.tools.toolbox import Toolbox
 from verl_like.rewards.manager import RewardManager
 from verl_like.rollout.client import Occupancy, RolloutClient
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, Sampled, SamplingParams
@@ -35,7 +35,7 @@ EPISODE_TIMEOUT_S = 1.0
 FUNCTIONS = """
     import asyncio, os, signal, subprocess, sys, time
     from verl.tools.function_tool import function_tool
-    from verl_like.episodes.tools.tool_call import ToolUnavailable
+    from verl_like.plugins.agents.tools.tool_call import ToolUnavailable
 
     @function_tool
     async def act(what: str):

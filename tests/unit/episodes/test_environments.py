@@ -18,13 +18,13 @@ from verl_like.episodes.episode import Episode
 from verl_like.episodes.outcomes import Policies
 from verl_like.episodes.rows import assemble_rollouts
 from verl_like.episodes.tally import conversation_metrics
-from verl_like.episodes.tools.tool_call import ToolError, ToolSpec
-from verl_like.episodes.tools.toolbox import Toolbox
+from verl_like.plugins.agents.tools.tool_call import ToolError, ToolSpec
+from verl_like.plugins.agents.tools.toolbox import Toolbox
 
 FORMS = '''
 import os, time
 from dataclasses import dataclass
-from verl_like.episodes.tools.environments import EnvironmentWorker
+from verl_like.plugins.agents.tools.environments import EnvironmentWorker
 
 class Counts:
     """Gymnasium's form: 0.5 for each word "up", won at two."""

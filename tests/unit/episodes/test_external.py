@@ -16,9 +16,9 @@ from tests.unit.rewards.test_judge import Endpoint
 from tests.unit.rewards.test_judge import endpoint as endpoint
 from verl_like.config.endpoint import EndpointConfig
 from verl_like.episodes.episode import Episode
-from verl_like.episodes.external import ExternalChat
-from verl_like.episodes.gateway.server import GatewayServer
-from verl_like.episodes.gateway.session import Session
+from verl_like.plugins.agents.external import ExternalChat
+from verl_like.plugins.agents.gateway.server import GatewayServer
+from verl_like.plugins.agents.gateway.session import Session
 from verl_like.rewards.http_json import ServiceError
 from verl_like.rollout.rollout_engine import SamplingParams
 

@@ -21,10 +21,10 @@ from verl_like.episodes.answering import Member
 from verl_like.episodes.episode import Episode
 from verl_like.episodes.rows import assemble_rollouts
 from verl_like.episodes.tally import conversation_metrics
-from verl_like.episodes.tool_agent import Bounds, ToolAgent
-from verl_like.episodes.tool_calls.formats import parser_of
-from verl_like.episodes.tools.tool_call import ToolSpec
-from verl_like.episodes.tools.toolbox import Toolbox
+from verl_like.plugins.agents.tool_agent import Bounds, ToolAgent
+from verl_like.plugins.agents.tool_calls.formats import parser_of
+from verl_like.plugins.agents.tools.tool_call import ToolSpec
+from verl_like.plugins.agents.tools.toolbox import Toolbox
 from verl_like.rewards.grading import to_scores
 from verl_like.rewards.parts import Part, combine
 from verl_like.rewards.reward_call import RewardOutcome

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from verl_like.episodes.tool_calls.call import Parsed
-from verl_like.episodes.tool_calls.formats import FORMATS, parser_of
+from verl_like.plugins.agents.tool_calls.call import Parsed
+from verl_like.plugins.agents.tool_calls.formats import FORMATS, parser_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid escape sequence")  # pytest sets aside the package's own filter
 SYNTAXES = ("hermes", "qwen3_coder", "llama3_json", "mistral", "gpt-oss", "pythonic")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.unit.data.factory import SHARED_DATA
-from verl_like.episodes.tool_calls.formats import parser_of
+from verl_like.plugins.agents.tool_calls.formats import parser_of
 
 pytestmark = pytest.mark.engines  # vLLM takes 10 to 20 seconds to import; our side has its tests in test_tool_calls.py
 

@@ -26,16 +26,16 @@ from verl_like.config import ModelConfig
 from verl_like.data.chat import PromptEncoder
 from verl_like.episodes.episode import Episode
 from verl_like.episodes.rows import assemble_rollouts
-from verl_like.episodes.tool_agent import Bounds, ToolAgent
-from verl_like.episodes.tool_calls.formats import parser_of
-from verl_like.episodes.tools.kinds import media_of
-from verl_like.episodes.tools.tool_call import ToolSpec
-from verl_like.episodes.tools.toolbox import Toolbox
 from verl_like.models import loading, packing
 from verl_like.models.images import decoded
 from verl_like.models.shared_prompts import shared_prefixes
 from verl_like.models.videos import clip_of, frames_of
 from verl_like.models.vision import VisionProcessor, processor_of
+from verl_like.plugins.agents.tool_agent import Bounds, ToolAgent
+from verl_like.plugins.agents.tool_calls.formats import parser_of
+from verl_like.plugins.agents.tools.kinds import media_of
+from verl_like.plugins.agents.tools.tool_call import ToolSpec
+from verl_like.plugins.agents.tools.toolbox import Toolbox
 from verl_like.rollout.rollout_engine import Completion, Sampled
 from verl_like.trainer import recording
 

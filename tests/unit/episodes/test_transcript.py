@@ -27,10 +27,10 @@ from tests.unit.episodes.conversations import (
     trl_templates,
     turns,
 )
-from verl_like.cli.template_cases import TOOLS, answer, as_written, cases, result
 from verl_like.data.chat import PromptEncoder
 from verl_like.data.templates import TEMPLATES
 from verl_like.episodes.transcript import Observation, Transcript
+from verl_like.kit.verbs.template_cases import TOOLS, answer, as_written, cases, result
 
 # Templates that render every history as it was written, with tools; some conversations are played on each
 VERBATIM = (

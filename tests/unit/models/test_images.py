@@ -22,7 +22,7 @@ from verl_like.batch import MediaHandle
 from verl_like.config import DataConfig, ModelConfig
 from verl_like.data.dataset import PromptDataset
 from verl_like.data.loader import read_prompts
-from verl_like.data.preprocess import geometry3k
+from verl_like.kit.datasets import geometry3k
 from verl_like.models.images import MediaError, decoded, header
 from verl_like.models.loading import load_hf_config
 from verl_like.models.vision import VisionProcessor, processor_of

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from tests.unit.observe.run_factory import write_run
-from verl_like.observe.report import content, page
-from verl_like.observe.report.writer import ReportWriter
+from verl_like.kit.report import content, page
+from verl_like.kit.report.writer import ReportWriter
 
 
 def planted(step: int) -> Mapping[str, float]:

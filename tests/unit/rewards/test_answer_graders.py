@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from verl_like.plugins.math_grading.latex import last_boxed, split_top_level
 from verl_like.rewards.graders import choose, compute_score
-from verl_like.rewards.latex import last_boxed, split_top_level
 
 
 def grade(grader: str, text: str, truth: Any, **options: Any) -> dict[str, Any]:

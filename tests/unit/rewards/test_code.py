@@ -15,12 +15,12 @@ import pytest
 from tests.unit.rewards.factory import make_manager, make_rollouts
 from verl_like.config import CustomRewardFunctionConfig, DataConfig, RewardModelConfig
 from verl_like.config.reward_execution import SandboxConfig
-from verl_like.rewards import code, code_cases
-from verl_like.rewards.code_cases import AssertTests, CallTest, StdioTest, same_output, same_value
-from verl_like.rewards.code_runner import LocalRunner
+from verl_like.plugins.code_grading import code, code_cases
+from verl_like.plugins.code_grading.code_cases import AssertTests, CallTest, StdioTest, same_output, same_value
+from verl_like.plugins.code_grading.code_runner import LocalRunner
+from verl_like.plugins.code_grading.sandbox import probe
+from verl_like.plugins.code_grading.sandbox.settings import SandboxError
 from verl_like.rewards.manager import RewardManager
-from verl_like.rewards.sandbox import probe
-from verl_like.rewards.sandbox.settings import SandboxError
 
 SHARED = Path(os.environ.get("VERL_LIKE_SHARED_DATA", "../shared/data"))
 SANDBOX = {"min_level": "limits", "timeout": 2.0, "total_timeout": 6.0}

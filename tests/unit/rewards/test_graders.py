@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from verl_like.rewards import arithmetic, countdown, graders, gsm8k
+from verl_like.plugins.math_grading import arithmetic, countdown, gsm8k
+from verl_like.rewards import graders
 
 DATA = Path(__file__).resolve().parents[4] / "shared" / "data"
 
@@ -62,7 +63,7 @@ def test_every_gsm8k_reference_answer_grades_right_and_perturbed_ones_wrong(spli
     path = DATA / "gsm8k" / f"{split}.jsonl"
     if not path.exists():
         pytest.skip(f"{path} is not there")
-    from verl_like.data.preprocess.gsm8k import final_answer
+    from verl_like.kit.datasets.gsm8k import final_answer
 
     answers = [json.loads(line)["answer"] for line in path.read_text().splitlines()]
     assert len(answers) in (7473, 1319)

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from verl_like.plugins.math_grading.math_equal import compare
 from verl_like.rewards.graders import GRADERS, compute_score
-from verl_like.rewards.math_equal import compare
 from verl_like.rewards.reward_call import RewardCall, ScorerSpec
 from verl_like.services.pool import WorkerPool
 

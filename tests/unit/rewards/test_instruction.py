@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from verl_like.plugins.text_grading.instruction import CHECKS, obeys
 from verl_like.rewards.graders import compute_score
-from verl_like.rewards.instruction import CHECKS, obeys
 
 CASES: list[tuple[str, dict[str, Any], str, str]] = [  # name, arguments, obeying, disobeying
     ("keywords:existence", {"keywords": ["red", "C++"]}, "Red and c++", "red and C"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from verl_like.rewards import knights_and_knaves, tool_call
+from verl_like.plugins.text_grading import knights_and_knaves, tool_call
 
 TRUTH = "Zoey is a knave, Noah is a knight"
 

@@ -285,7 +285,7 @@ def test_helpers_beside_the_file_and_modules_by_name(tmp_path: Path) -> None:
     )
     assert score(path, make_rollouts(["x"])).score_B.tolist() == [0.25]
     with RewardManager(
-        CustomRewardFunctionConfig(path="pkg://verl_like.rewards.arithmetic"),
+        CustomRewardFunctionConfig(path="pkg://verl_like.plugins.math_grading.arithmetic"),
         RewardModelConfig(),
         DataConfig(),
         make_manager.__globals__["CharTokenizer"](),

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks.grader_rows import FORMS, cases, gsm8k_rows, math_rows, perturb, respell
-from verl_like.rewards import symbolic
-from verl_like.rewards.expression import UnknownExpression, parse, tokenise
-from verl_like.rewards.expression_value import proportional, rational, same
+from verl_like.plugins.math_grading import symbolic
+from verl_like.plugins.math_grading.expression import UnknownExpression, parse, tokenise
+from verl_like.plugins.math_grading.expression_value import proportional, rational, same
+from verl_like.plugins.math_grading.intervals import same_set
+from verl_like.plugins.math_grading.math_equal import compare, equal
+from verl_like.plugins.math_grading.units import split_unit
 from verl_like.rewards.graders import choose, compute_score
-from verl_like.rewards.intervals import same_set
-from verl_like.rewards.math_equal import compare, equal
-from verl_like.rewards.units import split_unit
 
 HERE = Path(__file__).resolve().parent
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"

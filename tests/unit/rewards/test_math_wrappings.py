@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.unit.rewards.math_wrappings import table
+from verl_like.plugins.math_grading.latex import last_boxed
+from verl_like.plugins.math_grading.math_equal import equal
 from verl_like.rewards.graders import choose, compute_score
-from verl_like.rewards.latex import last_boxed
-from verl_like.rewards.math_equal import equal
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
 SAMPLE = 300

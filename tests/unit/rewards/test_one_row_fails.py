@@ -32,13 +32,13 @@ from verl_like.config import (
 )
 from verl_like.config.reward_execution import JudgeConfig
 from verl_like.data.curriculum import scored_batch
-from verl_like.environments.forms import step_of
 from verl_like.episodes.answering import Member
 from verl_like.episodes.episode import Episode, Turn
 from verl_like.episodes.outcomes import Policies
-from verl_like.episodes.tools.text import to_reward
 from verl_like.observe.samples import to_json
 from verl_like.observe.validation import majority_of, validation_metrics
+from verl_like.plugins.agents.tools.text import to_reward
+from verl_like.plugins.games.forms import step_of
 from verl_like.rewards.grading import to_scores
 from verl_like.rewards.judge import Judge
 from verl_like.rewards.manager import RewardManager

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from verl_like.rewards.sandbox import probe, seccomp, wire
-from verl_like.rewards.sandbox.client import Jail
-from verl_like.rewards.sandbox.settings import SandboxError, SandboxSettings
+from verl_like.plugins.code_grading.sandbox import probe, seccomp, wire
+from verl_like.plugins.code_grading.sandbox.client import Jail
+from verl_like.plugins.code_grading.sandbox.settings import SandboxError, SandboxSettings
 from verl_like.services import cleaning
 
 SETTINGS = SandboxSettings(min_level="limits", timeout=3, memory_limit_mb=512, max_output_kb=256, scratch_mb=8)
@@ -303,7 +303,7 @@ class TestTests:
             "class Yes(list):\n    def __eq__(self, other): return True\ndef f(x): return Yes()",
             "import builtins\nbuiltins.bool = lambda x: True\nbuiltins.AssertionError = Exception\ndef f(x): return 0",
             "def check(candidate): pass\ndef f(x): return 0",
-            "from verl_like.rewards.sandbox import testing\ntesting.Script.run = lambda *a: None\ndef f(x): return 0",
+            "from verl_like.plugins.code_grading.sandbox import testing\ntesting.Script.run = lambda *a: None\ndef f(x): return 0",
             "import sys\nfor name, module in list(sys.modules.items()):\n"
             "    if 'json' in name: module.dumps = lambda *a, **k: '{\"passed\": true}'\ndef f(x): return 0",
             'import os\nfor i in range(3, 9):\n    try: os.write(i, b\'{"passed": true}\\n{"done": true}\\n\')\n'
@@ -450,8 +450,8 @@ class TestStartAndEnd:
         script = tmp_path / "worker.py"
         script.write_text(
             "import threading, time\n"
-            "from verl_like.rewards.sandbox.client import Jail\n"
-            "from verl_like.rewards.sandbox.settings import SandboxSettings\n"
+            "from verl_like.plugins.code_grading.sandbox.client import Jail\n"
+            "from verl_like.plugins.code_grading.sandbox.settings import SandboxSettings\n"
             "jail = Jail(SandboxSettings(timeout=60))\n"
             "print(jail._process.pid, *jail.wait_until_ready(), flush=True)\n"
             "jail.run_program('while True: pass', '')\n"
@@ -494,14 +494,14 @@ class TestStartAndEnd:
         script = tmp_path / "weak.py"
         patch = "" if fallback == "unprivileged" else "kernel.unshare = refuse"
         script.write_text(
-            "import sys\nfrom verl_like.rewards.sandbox import client, jail\nfrom verl_like.services import kernel\n"
-            "client._BOOTSTRAP = client._BOOTSTRAP.replace('from verl_like.rewards.sandbox import jail;', "
-            "'from verl_like.rewards.sandbox import jail; from verl_like.services import kernel; exec(%r);' % '''"
+            "import sys\nfrom verl_like.plugins.code_grading.sandbox import client, jail\nfrom verl_like.services import kernel\n"
+            "client._BOOTSTRAP = client._BOOTSTRAP.replace('from verl_like.plugins.code_grading.sandbox import jail;', "
+            "'from verl_like.plugins.code_grading.sandbox import jail; from verl_like.services import kernel; exec(%r);' % '''"
             "def refuse(flags): raise OSError(1, 'refused')\n"
             "_real = jail._enter\n"
             f"{patch or 'jail._enter = lambda flags: flags & kernel.CLONE_NEWUSER != 0 and _real(flags)'}\n''')\n"
-            "from verl_like.rewards.sandbox import probe\n"
-            "from verl_like.rewards.sandbox.settings import SandboxSettings\n"
+            "from verl_like.plugins.code_grading.sandbox import probe\n"
+            "from verl_like.plugins.code_grading.sandbox.settings import SandboxSettings\n"
             "found = probe.assess(SandboxSettings(timeout=5, memory_limit_mb=512))\n"
             "print(found.level, *found.layers, sep=';')\n"
         )

@@ -22,17 +22,17 @@ from verl_like.algorithms.minibatch import denominators_of
 from verl_like.algorithms.objectives import PolicyObjective, ValueObjective
 from verl_like.batch import Denominators, Experience
 from verl_like.engine.fsdp import FSDPEngine
+from verl_like.kit.selfcheck import driver
+from verl_like.kit.selfcheck.check import SelfCheck
+from verl_like.kit.selfcheck.report import Finding, table
+from verl_like.kit.selfcheck.tiny import write_tiny_model
+from verl_like.kit.selfcheck.work import Case, Work
 from verl_like.models import attention, families, packing
 from verl_like.models.heads import ValueModel
 from verl_like.models.loading import load_tokenizer
 from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
 from verl_like.trainer import roles
 from verl_like.trainer.compose import compose
-from verl_like.trainer.gradient_check import driver
-from verl_like.trainer.gradient_check.check import SelfCheck
-from verl_like.trainer.gradient_check.report import Finding, table
-from verl_like.trainer.gradient_check.tiny import write_tiny_model
-from verl_like.trainer.gradient_check.work import Case, Work
 
 ACTOR, CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
 ROWS_ALONE = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2", "data.train_files=x.parquet"]

@@ -14,15 +14,25 @@ from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 
 from verl_like.algorithms.policy_losses import POLICY_LOSSES, PolicyBatch
-from verl_like.cli.import_settings import report
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.errors import ConfigError
 from verl_like.config.foreign_names import plain_names, table
-from verl_like.trainer import coming_from
+from verl_like.kit.coming_from import pages as coming_from
+from verl_like.kit.coming_from.colossal import ColossalRun
+from verl_like.kit.coming_from.importing import (
+    CARRIED,
+    NOTHING,
+    REFUSED,
+    UNKNOWN,
+    Imported,
+    flat,
+    text_of,
+    translate,
+    write,
+)
+from verl_like.kit.coming_from.roll import RollFile, _devices
+from verl_like.kit.verbs.import_settings import report
 from verl_like.trainer.compose import compose_with_warnings
-from verl_like.trainer.importing import CARRIED, NOTHING, REFUSED, UNKNOWN, Imported, flat, text_of, translate, write
-from verl_like.trainer.importing_colossal import ColossalRun
-from verl_like.trainer.importing_roll import RollFile, _devices
 
 ROLL_FILES = 16
 README = "-t 4 -i 4 -b vllm -ibs 4 -tbs 2 -tMbs 1 -tmbs 2 -imbs 1 -rt boxed -g 4"  # its 8-GPU example, made divisible
@@ -515,7 +525,7 @@ def test_the_written_yaml_composes_to_the_same(tmp_path: Path) -> None:
 def test_the_pages_about_other_projects_are_current() -> None:
     docs = Path(__file__).parents[3] / "docs"
     old = [name for name, text in coming_from.pages().items() if (docs / name).read_text() != text]
-    assert old == [], "run python -m verl_like.trainer.config_docs"
+    assert old == [], "run python -m verl_like.kit.docs.configuration"
 
 
 def test_an_agentic_file_is_carried_over_whole(shared_data: Path, roll_files: list[Path]) -> None:

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from tests.unit.bench.tiny import MODEL
-from verl_like.bench.inputs import model_config
 from verl_like.config import PPOConfig
+from verl_like.kit.bench.inputs import model_config
+from verl_like.kit.forecast import sizing_page as sizing_docs
+from verl_like.kit.forecast.memory import GIB, Forecast, Machine, changed, forecast, largest_budget, remedies
+from verl_like.kit.forecast.sizing_page import shape_of
 from verl_like.models.cost import ModelCost
 from verl_like.models.memory import Path, Shape, activation_bytes
-from verl_like.trainer import sizing_docs
 from verl_like.trainer.compose import compose
-from verl_like.trainer.memory_forecast import GIB, Forecast, Machine, changed, forecast, largest_budget, remedies
-from verl_like.trainer.sizing_docs import shape_of
 
 ONE, EIGHT = (Machine(on_cpu=False, world=world, capacity=80e9) for world in (1, 8))
 MODEL_KEY = "actor_rollout_ref.model"
@@ -135,4 +135,4 @@ def test_a_cpu_keeps_the_engine_and_the_gathered_weights(config: PPOConfig) -> N
 
 def test_the_page_is_that_of_the_code() -> None:
     here = sizing_docs.PAGE.read_text(encoding="utf-8")
-    assert here == sizing_docs.page(), "run python -m verl_like.trainer.sizing_docs"
+    assert here == sizing_docs.page(), "run python -m verl_like.kit.forecast.sizing_page"

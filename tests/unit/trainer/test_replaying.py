@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from verl_like.kit.replaying import Difference, _of_metrics, _of_step
 from verl_like.trainer.recording import Recorded
-from verl_like.trainer.replaying import Difference, _of_metrics, _of_step
 
 
 def recorded(weights: dict[str, dict[str, int]], **columns: Any) -> Recorded:

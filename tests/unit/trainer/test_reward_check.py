@@ -12,7 +12,7 @@ from tests.unit.data.factory import CharTokenizer, write_parquet
 from verl_like.batch import PromptRow, Rollouts, Scores
 from verl_like.config import CustomRewardFunctionConfig, DataConfig, RewardModelConfig
 from verl_like.data.dataset import PromptDataset
-from verl_like.data.preprocess.schema import make_row
+from verl_like.kit.datasets.schema import make_row
 from verl_like.rewards.grading import to_scores
 from verl_like.rewards.manager import RewardManager
 from verl_like.rewards.reward_call import RewardOutcome

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from verl_like.checkpoint.lock import LOCK_FILE, held
-from verl_like.cli import diff
 from verl_like.cli.main import main
 from verl_like.cluster.lifecycle import StopFlag
 from verl_like.config import PPOConfig
 from verl_like.config.errors import RunStopped
+from verl_like.kit.verbs import diff
 from verl_like.trainer import main_ppo
 from verl_like.trainer import run as run_module
 from verl_like.trainer.reporting import writing

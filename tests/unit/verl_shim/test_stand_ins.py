@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from verl_like.verl_shim.verl.tools import function_tool as functions
-from verl_like.verl_shim.verl.tools.base_tool import BaseTool
-from verl_like.verl_shim.verl.tools.schemas import (
+from verl_like.plugins.verl_agents.verl_shim.verl.tools import function_tool as functions
+from verl_like.plugins.verl_agents.verl_shim.verl.tools.base_tool import BaseTool
+from verl_like.plugins.verl_agents.verl_shim.verl.tools.schemas import (
     OpenAIFunctionCallSchema,
     OpenAIFunctionParsedSchema,
     OpenAIFunctionToolSchema,
     ToolResponse,
 )
-from verl_like.verl_shim.verl.utils.reward_score import geo3k, gsm8k
+from verl_like.plugins.verl_agents.verl_shim.verl.utils.reward_score import geo3k, gsm8k
 
 SCHEMA = {
     "type": "function",

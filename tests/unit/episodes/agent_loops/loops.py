@@ -12,10 +12,10 @@ from typing import Any
 
 from verl_like.batch import Prompt, PromptRow
 from verl_like.data.chat import PromptEncoder
-from verl_like.episodes.agent_loops.loading import read_loops
-from verl_like.episodes.agent_loops.messages import AgentLoopSpec
-from verl_like.episodes.agent_loops.runner import AgentLoops
 from verl_like.episodes.episode import Ask, Episode, SingleTurn, Turn
+from verl_like.plugins.verl_agents.loading import read_loops
+from verl_like.plugins.verl_agents.messages import AgentLoopSpec
+from verl_like.plugins.verl_agents.runner import AgentLoops
 from verl_like.rollout.rollout_engine import Completion, Sampled, SamplingParams
 from verl_like.trainer.compose import compose, to_dict
 

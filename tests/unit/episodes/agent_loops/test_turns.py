@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from verl_like.episodes.agent_loops.messages import LoopRow
-from verl_like.episodes.agent_loops.turns import Record, turns_of
 from verl_like.episodes.episode import Turn
+from verl_like.plugins.verl_agents.messages import LoopRow
+from verl_like.plugins.verl_agents.turns import Record, turns_of
 from verl_like.rollout.rollout_engine import Completion, Sampled
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from tests.unit.data.factory import SHARED_DATA
 from tests.unit.episodes.agent_loops.loops import Policy, R, agent_loops, context_of, prompt, run, said
-from verl_like.episodes.agent_loops.runner import AgentLoops
 from verl_like.episodes.episode import Episode
+from verl_like.plugins.verl_agents.runner import AgentLoops
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")]
 

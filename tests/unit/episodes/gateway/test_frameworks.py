@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.unit.episodes.gateway.test_gateway import Policy, served, written
-from verl_like.episodes.gateway.session import Session
+from verl_like.plugins.agents.gateway.session import Session
 
 PACKAGE = "smolagents==1.26.0"
 

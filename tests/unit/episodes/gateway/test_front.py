@@ -15,8 +15,8 @@ import pytest
 
 from tests.unit.episodes.gateway.test_gateway import TOOL, Policy, count_up, served, user, written
 from tests.unit.episodes.gateway.test_requests import CALL, CHAT, FUNCTION, INPUT_TOOL, MESSAGES, RESPONSES, bodies
-from verl_like.episodes.gateway import schema, server
-from verl_like.episodes.gateway.session import Refused, Session
+from verl_like.plugins.agents.gateway import schema, server
+from verl_like.plugins.agents.gateway.session import Refused, Session
 from verl_like.rollout.rollout_engine import Completion
 
 BAD = {"a text": 5, "true or false": "yes", "a whole number": 1.5, "a number": "x", "an object": [1]}

@@ -21,12 +21,12 @@ import pytest
 from tests.unit.episodes.test_tool_agent import END, TOKENIZER, prompt
 from verl_like.data.chat import PromptEncoder
 from verl_like.episodes.episode import Episode, EpisodeAborted
-from verl_like.episodes.gateway.program import ProgramSpec
-from verl_like.episodes.gateway.runner import Gateway
-from verl_like.episodes.gateway.server import GatewayServer
-from verl_like.episodes.gateway.session import Asked, Refused, Rules, Session
 from verl_like.episodes.rows import assemble_rollouts
-from verl_like.episodes.tool_calls.formats import parser_of
+from verl_like.plugins.agents.gateway.program import ProgramSpec
+from verl_like.plugins.agents.gateway.runner import Gateway
+from verl_like.plugins.agents.gateway.server import GatewayServer
+from verl_like.plugins.agents.gateway.session import Asked, Refused, Rules, Session
+from verl_like.plugins.agents.tool_calls.formats import parser_of
 from verl_like.progress import EPISODE
 from verl_like.rollout.rollout_engine import Completion, Sampled, SamplingParams
 
@@ -340,7 +340,7 @@ def test_a_response_id_of_another_episode_is_refused() -> None:
 
 
 def test_a_late_error_of_a_stream_is_an_event_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verl_like.episodes.gateway.server._PING_S", 0.05)
+    monkeypatch.setattr("verl_like.plugins.agents.gateway.server._PING_S", 0.05)
 
     class Late(Policy):
         async def __call__(self, *arguments: Any, **options: Any) -> Completion:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.unit.episodes.gateway.test_gateway import CALL, TOOL, Policy, count_up, served, user, written
 from tests.unit.episodes.test_tool_agent import TOKENIZER
-from verl_like.episodes.gateway.session import Session
+from verl_like.plugins.agents.gateway.session import Session
 from verl_like.rollout.rollout_engine import Completion, Sampled, SamplingParams
 
 TOOL_USE = {"type": "tool_use", "id": "a", "name": "add", "input": {}}

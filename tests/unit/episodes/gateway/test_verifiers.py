@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import load_script
 from tests.unit.episodes.gateway.test_gateway import Policy, served, written
-from verl_like.episodes.gateway.session import Session
+from verl_like.plugins.agents.gateway.session import Session
 
 RECIPE = Path(__file__).parents[4] / "recipes" / "verifiers"
 # What pip is asked for, without what it needs: the rest is there, or comes with the list

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from verl_like.batch import PromptRow
-from verl_like.episodes.tools.tool_call import ToolOutcome, ToolSpec
-from verl_like.episodes.tools.toolbox import Toolbox
+from verl_like.plugins.agents.tools.tool_call import ToolOutcome, ToolSpec
+from verl_like.plugins.agents.tools.toolbox import Toolbox
 
 
 def row(ground_truth: Any = "7", **extra_info: Any) -> PromptRow:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.episodes.tools.rows import called, row, toolbox, write
 from tests.unit.rewards.test_manager import gone
-from verl_like.episodes.tools.toolbox import Toolbox
+from verl_like.plugins.agents.tools.toolbox import Toolbox
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")]
 

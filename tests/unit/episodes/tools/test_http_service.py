@@ -11,8 +11,8 @@ import pytest
 
 from tests.unit.episodes.tools.rows import called, row, toolbox, write
 from tests.unit.episodes.tools.services import http_service
-from verl_like.episodes.tools.http_service import HttpService
-from verl_like.episodes.tools.tool_call import ToolUnavailable
+from verl_like.plugins.agents.tools.http_service import HttpService
+from verl_like.plugins.agents.tools.tool_call import ToolUnavailable
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")]
 

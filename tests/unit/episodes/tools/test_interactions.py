@@ -17,9 +17,9 @@ from tests.unit.episodes.test_tool_agent import Model, call, columns, converse, 
 from tests.unit.episodes.tools.rows import row, toolbox, write
 from verl_like.config import DataConfig
 from verl_like.data.dataset import PromptDataset
-from verl_like.episodes.tools.tool_call import ToolError
-from verl_like.episodes.tools.toolbox import Toolbox
-from verl_like.trainer.tools import check_interactions
+from verl_like.plugins.agents.start import check_interactions
+from verl_like.plugins.agents.tools.tool_call import ToolError
+from verl_like.plugins.agents.tools.toolbox import Toolbox
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")]
 

@@ -17,9 +17,9 @@ import pytest
 from tests.unit.episodes.tools.rows import called, names, row, toolbox, write
 from tests.unit.episodes.tools.services import MCP_SERVER
 from tests.unit.rewards.test_manager import gone
-from verl_like.episodes.tools.mcp_client import McpServer, McpServerSettings
-from verl_like.episodes.tools.mcp_tools import McpTools
-from verl_like.episodes.tools.tool_call import ToolUnavailable
+from verl_like.plugins.agents.tools.mcp_client import McpServer, McpServerSettings
+from verl_like.plugins.agents.tools.mcp_tools import McpTools
+from verl_like.plugins.agents.tools.tool_call import ToolUnavailable
 
 pytest.importorskip("mcp")
 pytestmark = [pytest.mark.timeout(180), pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")]

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, Optional, Union
 
 import pytest
 
-from verl_like.episodes.tools import text
-from verl_like.episodes.tools.schema import bad_arguments, plain_schema, schema_of, typed
+from verl_like.plugins.agents.tools import text
+from verl_like.plugins.agents.tools.schema import bad_arguments, plain_schema, schema_of, typed
 
 # ruff: noqa: UP007, UP045  the older spellings of unions are what is tested
 

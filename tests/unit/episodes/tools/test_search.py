@@ -12,8 +12,8 @@ import pytest
 from pyarrow import parquet
 
 from tests.unit.episodes.tools.rows import called, row, toolbox, write
-from verl_like.episodes.tools.search import Search, main
-from verl_like.episodes.tools.tool_call import ToolError
+from verl_like.plugins.agents.tools.search import Search, main
+from verl_like.plugins.agents.tools.tool_call import ToolError
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")]
 

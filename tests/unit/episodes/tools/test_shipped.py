@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.unit.episodes.tools.rows import called, names, row, toolbox, write
-from verl_like.episodes.tools.calculator import evaluate
-from verl_like.episodes.tools.tool_call import ToolError
-from verl_like.episodes.tools.toolbox import Toolbox
+from verl_like.plugins.agents.tools.calculator import evaluate
+from verl_like.plugins.agents.tools.tool_call import ToolError
+from verl_like.plugins.agents.tools.toolbox import Toolbox
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")]
 

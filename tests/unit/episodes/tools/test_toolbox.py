@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.episodes.tools.rows import called, names, row, toolbox, write
-from verl_like.episodes.tools.tool_call import ToolError
-from verl_like.episodes.tools.toolbox import Toolbox
+from verl_like.plugins.agents.tools.tool_call import ToolError
+from verl_like.plugins.agents.tools.toolbox import Toolbox
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")]
 
@@ -280,8 +280,8 @@ UNUSABLE = [
 ]
 SAY_WHY = """
 import json, sys
-from verl_like.episodes.tools.loading import load_tools
-from verl_like.episodes.tools.tool_call import ToolSpec
+from verl_like.plugins.agents.tools.loading import load_tools
+from verl_like.plugins.agents.tools.tool_call import ToolSpec
 for settings in json.loads(sys.argv[1]):
     try:
         load_tools(ToolSpec(**settings))
@@ -328,7 +328,7 @@ def test_an_installed_verl_comes_before_its_stand_ins(tmp_path: Path) -> None:
     (tmp_path / "verl" / "__init__.py").write_text("real = True")
     script = """
 import sys
-from verl_like.episodes.tools.loading import _SHIM
+from verl_like.plugins.agents.tools.loading import _SHIM
 sys.path[:] = [_SHIM, *sys.path, sys.argv[1]]
 import verl
 print(verl.real)

@@ -1,1 +1,0 @@
-"""Scripts that write parquet files of the row schema: `python -m verl_like.data.preprocess.NAME --help`."""

@@ -1,0 +1,122 @@
+"""What a key of the configuration means, and what it does in one configuration: `verl-like explain`."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from verl_like.config import PPOConfig
+from verl_like.config.aliases import DEPRECATED, DROPPED, RENAMED, renamed
+from verl_like.config.availability import NO_EFFECT, newer_than_here, without_effect
+from verl_like.config.doctor import IDLE, covers, idle
+from verl_like.config.errors import ConfigError
+from verl_like.config.foreign_names import foreign_names_of
+from verl_like.config.schema import Key, find_key, get_value, keys, sections, suggest
+from verl_like.kit.docs.readers import readers
+from verl_like.observe.redaction import redacted_tree
+from verl_like.trainer.compose import compose_tree, followers_of, to_config
+
+Rows = list[tuple[str, str]]
+
+
+def explain(name: str, overrides: Sequence[str] = (), yaml_files: Sequence[Path] = ()) -> Rows:
+    """(what, text) about a key, or about each key of a section. ConfigError for a name that is neither."""
+    why = next((why for pattern, why in DROPPED.items() if re.fullmatch(pattern, name)), None)
+    if why is not None:
+        return [(name, f"accepted and left out: {why}")]
+    path = renamed(name)
+    if path in sections():
+        return [(key, _first_sentence(leaf)) for key, leaf in keys().items() if key.startswith(path + ".")]
+    key = find_key(path)
+    if key is None:
+        newer = newer_than_here(path)
+        missing = f"there is no key {name}{(meant := suggest(name))}{_similar(name, meant)}"
+        raise ConfigError([missing if newer is None else f"{name}: not available yet ({newer})"])
+    tree, changes, _ = compose_tree(overrides, yaml_files)
+    config, is_set = to_config(tree), any(find_key(change.key) == key for change in changes)
+    followers = followers_of(changes)
+    rows = [("key", key.path if name == path else f"{key.path} ({name} is another spelling)"), ("meaning", key.doc)]
+    rows += [("unit", key.unit)] if key.unit else []
+    rows += [("type", _type_of(key)), ("default", shown(key.default))]
+    here = shown(redacted_tree(get_value(config, key.path), key.path))
+    rows += [("here", f"{here} ({'set' if is_set else 'not set'})")]
+    rows += [("effect here", _effect(key, config, followers))]
+    rows += [("no effect if", row.why) for row in IDLE if covers(row, key.path)]
+    rows += [("follow it", ", ".join(followers[key.path]))] if key.path in followers else []
+    rows += [("deprecated", f"use {DEPRECATED[key.path]}")] if key.path in DEPRECATED else []
+    rows += [("read by", ", ".join(readers()[key.path]) or "nobody")]
+    rows += [("other names", "; ".join(names))] if (names := other_names(key.path)) else []
+    return [*rows, ("beside it", _siblings(key.path))]
+
+
+def other_names(path: str) -> list[str]:
+    """What verl (earlier or later) and other projects call this key."""
+    return [spelling for old, new in RENAMED for spelling in _spellings(old, new, path)] + foreign_names_of(path)
+
+
+def _spellings(old: str, new: str, path: str) -> Iterator[str]:
+    """The old spellings that a row of the alias table turns into `path`, each proved by the table itself."""
+    match = re.fullmatch(re.sub(r"\\\d", "(.+)", new.replace(".", r"\.")), path)
+    if match is None:
+        return
+    texts = iter(match.groups())
+    pattern = re.sub(r"(?<!\\)\((?!\?)(?:[^()]|\(\?:[^()]*\))*\)", lambda found: next(texts, found[0]), old)
+    for spelling in _alternatives(pattern.replace(r"\.", ".")):
+        if re.fullmatch(r"[\w.]+", spelling) and renamed(spelling) == path:
+            yield spelling
+
+
+def _alternatives(pattern: str) -> Iterator[str]:
+    """Every text of a pattern with groups such as (?:a|b) and (?:a)?, and nothing else of regular expressions."""
+    group = re.search(r"\(\?:([^()]*)\)(\??)", pattern)
+    if group is None:
+        yield pattern
+        return
+    for choice in [*group[1].split("|"), *([""] if group[2] else [])]:
+        yield from _alternatives(pattern[: group.start()] + choice + pattern[group.end() :])
+
+
+def _effect(key: Key, config: PPOConfig, followers: dict[str, list[str]]) -> str:
+    reasons = without_effect(frozenset({key.path})) + idle(config, frozenset({key.path}), followers)
+    if not reasons:
+        return "yes"
+    return "none: " + "; ".join(reason.partition(": ")[2] for reason in reasons)
+
+
+def _type_of(key: Key) -> str:
+    kind = key.type
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return f"one of {', '.join(str(member.value) for member in kind)}"
+    return kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
+
+
+def shown(value: Any) -> str:
+    """A value as it is written on the command line."""
+    if isinstance(value, Enum):
+        return str(value.value)
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _first_sentence(key: Key) -> str:
+    sentence = re.split(r"(?<=\.)\s", key.doc, maxsplit=1)[0]
+    unused = " (no effect)" if key.path in NO_EFFECT else ""
+    return f"{sentence}{unused} Default: {shown(key.default)}"
+
+
+def _siblings(path: str) -> str:
+    section = path.rpartition(".")[0]
+    return ", ".join(key.rpartition(".")[2] for key in keys() if key.rpartition(".")[0] == section and key != path)
+
+
+def _similar(name: str, said: str) -> str:
+    """Keys whose last part is like it, or has it as a word, but for those that were said."""
+    last = name.rpartition(".")[2]
+    found = [key for key in keys() if last in key.rpartition(".")[2].split("_")]
+    ends = {key.rpartition(".")[2]: key for key in keys()}
+    found += [ends[end] for end in difflib.get_close_matches(last, ends, n=3, cutoff=0.75)]
+    found = [key for key in dict.fromkeys(found) if key not in re.findall(r"[\w.]*\w", said)]
+    return f"{'' if said.endswith('?') else '.'} Similar: {', '.join(found[:8])}" if found else ""

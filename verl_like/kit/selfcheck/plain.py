@@ -1,0 +1,177 @@
+"""The yardstick's forward and backward: the model as transformers itself runs it, one unpadded row after the other."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from verl_like.batch import Sequences
+from verl_like.config import ModelConfig
+from verl_like.kit.selfcheck.plain_loss import PlainPolicyLoss, PlainValueLoss
+from verl_like.models.heads import VALUE_HEAD, attach_value_head
+from verl_like.models.loading import has_weights, load_hf_config
+
+TEMPERATURE = 0.8  # not 1, so that a path that forgets it shows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Loss and gradient of one mini-batch.
+
+    scale: what a difference of losses is compared with, the sum of the rows' magnitudes; 0 where it is not known.
+    """
+
+    loss: float
+    gradient: dict[str, Tensor]  # by Hugging Face name, on the CPU
+    scale: float = 0.0
+
+
+class PlainModel:
+    """Full logits (or values) of one row at a time, in float32, with eager attention and no cache.
+
+    reference_scale: with a reference for the exact KL, which has the same weights times this number.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        *,
+        vocab_size: int,
+        seed: int,
+        device: str,
+        critic: bool = False,
+        reference_scale: float | None = None,
+    ) -> None:
+        self.vocab_size, self.device, self.critic = vocab_size, torch.device(device), critic
+        self.hf = _load(model, seed, critic=critic).to(self.device)
+        self.reference: Any = None
+        if reference_scale is not None:
+            self.reference = copy.deepcopy(self.hf)
+            scale_weights(self.reference, reference_scale)
+
+    def answers(self, rows: Sequences, row: int) -> dict[str, Tensor]:
+        """log_probs, entropy and full_kl, or values, [R] of the row's response tokens, on the CPU, with a graph."""
+        prompt = rows.prompt_ids_BP[row, rows.prompt_ids_BP.shape[1] - int(rows.prompt_length_B[row]) :]
+        response = rows.response_ids_BR[row, : int(rows.response_length_B[row])].long()
+        tokens, before = torch.cat([prompt.long(), response])[None].to(self.device), slice(len(prompt) - 1, -1)
+        if self.critic:
+            hidden = self.hf.base_model(input_ids=tokens, use_cache=False).last_hidden_state[0, before]
+            return {"values": (hidden @ self.hf.score.weight[0]).cpu()}
+        log_probs = self.distribution(self.hf, tokens)[before]
+        chosen = log_probs.gather(1, response[:, None].to(self.device))[:, 0]
+        found = {"log_probs": chosen.cpu(), "entropy": -(log_probs.exp() * log_probs).sum(dim=-1).cpu()}
+        if self.reference is None:
+            return found
+        with torch.no_grad():
+            other = self.distribution(self.reference, tokens)[before]
+        return found | {"full_kl": (log_probs.exp() * (log_probs - other)).sum(dim=-1).cpu()}
+
+    def distribution(self, hf: Any, tokens: Tensor) -> Tensor:
+        """Log-probs of all ids that the tokenizer knows, after each token: [L, V]."""
+        logits = hf(input_ids=tokens, use_cache=False).logits[0, :, : self.vocab_size].float()
+        return (logits / TEMPERATURE).log_softmax(dim=-1)
+
+    @torch.no_grad()
+    def column(self, rows: Sequences, name: str) -> Tensor:
+        """One answer for all rows, [B, R], 0 where there is no response."""
+        found = torch.zeros(rows.response_ids_BR.shape)
+        for row in range(len(rows)):
+            answer = self.answers(rows, row)[name]
+            found[row, : len(answer)] = answer
+        return found
+
+    def measure(self, loss: PlainPolicyLoss) -> Measured:
+        """Forward and backward of every row of the loss."""
+        total = scale = 0.0
+        for row in loss.rows:
+            answers = self.answers(loss.material.rollouts, row.number)
+            if isinstance(loss, PlainValueLoss):
+                part = loss.value_loss(row, answers["values"])
+            else:
+                part = loss(row, answers["log_probs"], answers["entropy"], answers.get("full_kl"))
+            part.backward()
+            total, scale = total + part.item(), scale + abs(part.item())
+        gradient = {
+            name: torch.zeros_like(weight).cpu() if weight.grad is None else weight.grad.cpu().clone()
+            for name, weight in self.hf.named_parameters()
+        }
+        self.hf.zero_grad(set_to_none=True)
+        if scale == 0:
+            raise ValueError(
+                "no row of the self-check has a loss under these settings, so there is nothing to compare: widen the "
+                "bounds (algorithm.rollout_correction, actor_rollout_ref.actor.ratio_skip_threshold) for the check"
+            )
+        return Measured(loss=total, gradient=gradient, scale=scale)
+
+
+@torch.no_grad()
+def scale_weights(model: nn.Module, factor: float) -> None:
+    """Another policy: all weights times `factor`. They may be sharded."""
+    for weight in model.parameters():
+        weight.mul_(factor)
+
+
+def _load(model: ModelConfig, seed: int, *, critic: bool) -> Any:
+    """The weights that the engine starts from: the folder's, or random ones from the same seed."""
+    hf_config, path = load_hf_config(model), str(Path(model.path).expanduser())
+    settings = {"dtype": torch.float32, "attn_implementation": "eager", "trust_remote_code": model.trust_remote_code}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if has_weights(path):
+            hf = AutoModelForCausalLM.from_pretrained(path, config=hf_config, **settings)
+        else:
+            hf = AutoModelForCausalLM.from_config(hf_config, **settings)
+        if critic:
+            attach_value_head(hf, _stored_head(Path(path)))
+    return hf.eval()
+
+
+def _stored_head(folder: Path) -> Tensor | None:
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as stored:
+            if VALUE_HEAD in stored.keys():  # noqa: SIM118 (not a dict)
+                return stored.get_tensor(VALUE_HEAD)
+    return None
+
+
+def with_adapters(
+    plain: dict[str, Tensor], found: dict[str, Tensor], adapters: dict[str, Tensor], scale: float
+) -> dict[str, Tensor]:
+    """The plain gradient in the weights of `found`: where those are LoRA's, W' = W + scale * B A, by the chain rule.
+
+    adapters: A and scale * B by name, as the engine exports them.
+    """
+    expected = {}
+    for name in found:
+        module, _, part = name.partition(".lora_")
+        if not part:
+            expected[name] = plain[name]
+        elif part.startswith("A"):
+            expected[name] = adapters[f"{module}.lora_B.weight"].T @ plain[f"{module}.weight"]
+        else:
+            expected[name] = scale * plain[f"{module}.weight"] @ adapters[f"{module}.lora_A.weight"].T
+    return expected
+
+
+def apart(reference: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """Largest difference of two gradients by the size of the tensor's, or by a thousandth of the largest one's.
+
+    Some gradients are zero by symmetry (the bias of attention keys): what rounding leaves there is no yardstick.
+    """
+    if reference.keys() != other.keys():
+        raise ValueError(f"gradients of different weights: {sorted(reference.keys() ^ other.keys())[:5]}")
+    if not all(bool(tensor.isfinite().all()) for tensor in other.values()):
+        return math.inf
+    floor = 1e-3 * max(float(tensor.abs().max()) for tensor in reference.values())
+    return max(
+        float((reference[name] - other[name]).abs().max()) / max(float(reference[name].abs().max()), floor)
+        for name in reference
+    )

@@ -1,0 +1,189 @@
+"""What is prepared before any engine is built: rows, the driver's shares of them, and the yardstick's answers."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from verl_like.batch import Rollouts
+from verl_like.config import FSDPConfig, ModelConfig, PPOConfig
+from verl_like.config.batch_plan import two_policies
+from verl_like.config.enums import KLKind
+from verl_like.config.roles import needs_critic
+from verl_like.kit.selfcheck.driver import Share, old_log_probs_of, shares_of
+from verl_like.kit.selfcheck.material import (
+    Material,
+    OldLogProbs,
+    long_lengths,
+    material,
+    random_rollouts,
+    short_lengths,
+)
+from verl_like.kit.selfcheck.plain import Measured, PlainModel
+from verl_like.kit.selfcheck.plain_loss import OWN_LOSSES, PlainPolicyLoss, PlainValueLoss
+from verl_like.models.families import refuse_vision
+from verl_like.models.loading import load_hf_config, load_tokenizer
+
+LONG_ROW = 600  # [tokens] longer than the attention's blocks (64) and than the rows it takes by products (512)
+_BEYOND = 64  # [tokens] by which the longest row is longer than a sliding window
+_SCORES_LIMIT = 4 * 2**30  # [bytes] of attention scores that the plain model may keep of one row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One mini-batch of one role: what the driver made of it, and the yardstick's answer.
+
+    shares: (rows, denominators) of every rank, by number of ranks.
+    """
+
+    name: str
+    old: OldLogProbs
+    material: Material
+    column: Tensor  # the yardstick's log-probs (or values) [B, R]
+    shares: dict[int, list[Share]]
+    plain: Measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """All of the check. `policy[0]` is the case that is computed in many ways."""
+
+    policy: list[Case]
+    critic: Case | None
+    notes: list[str]
+    vocab_size: int
+
+
+def prepare(config: PPOConfig, *, num_rows: int, ranks: int) -> Work:
+    """The yardstick's part and the driver's, which need no engine. `config`: that of `comparable`."""
+    model, data, old = config.actor_rollout_ref.model, config.data, old_log_probs_of(config)
+    vocab_size = len(load_tokenizer(data.tokenizer or model.path, model.trust_remote_code))
+    hf_config = load_hf_config(model)
+    refuse_vision(hf_config, "verl-like selfcheck", "check a text model")
+    longest, about_rows = longest_row(hf_config)
+    key = config.actor_rollout_ref.actor.sample_weight.difficulty_key
+    short = random_rollouts(short_lengths(num_rows), vocab_size, difficulty_key=key)
+    long = random_rollouts(long_lengths(longest), vocab_size, difficulty_key=key)
+    build = partial(
+        PlainModel,
+        vocab_size=vocab_size,
+        seed=config.trainer.seed,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+    )
+    plain = build(model, reference_scale=reference_scale(config))
+    given: OldLogProbs = "given" if old == "own" else old
+    policy = [
+        policy_case(config, plain, short, given, name="", ranks=ranks),
+        policy_case(config, plain, long, given, name=f"a row of {longest} tokens: "),
+    ]
+    if old == "own":
+        policy.append(policy_case(config, plain, short, old, name="old log-probs of the update itself: "))
+    del plain
+    critic = None
+    if needs_critic(config.critic, config.algorithm):
+        critic = critic_case(config, build(config.critic.model, critic=True), short, given)
+    notes = [about_rows, about_objective(config), *left_out(config)]
+    return Work(policy=policy, critic=critic, notes=notes, vocab_size=vocab_size)
+
+
+def policy_case(
+    config: PPOConfig, plain: PlainModel, rollouts: Rollouts, old: OldLogProbs, *, name: str, ranks: int = 1
+) -> Case:
+    """One mini-batch of the actor."""
+    log_probs_BR = plain.column(rollouts, "log_probs")
+    rows = material(rollouts, log_probs_BR, torch.zeros_like(log_probs_BR), old)
+    shares = {count: shares_of(config, rows, old, ranks=count) for count in {1, ranks}}
+    loss = PlainPolicyLoss(config=config, material=rows, old=old).selecting(shares[1][0][0].selected_BR)
+    return Case(name=name, old=old, material=rows, column=log_probs_BR, shares=shares, plain=plain.measure(loss))
+
+
+def critic_case(config: PPOConfig, plain: PlainModel, rollouts: Rollouts, old: OldLogProbs) -> Case:
+    """One mini-batch of the critic: the rows of the actor's, with values and returns."""
+    values_BR = plain.column(rollouts, "values")
+    rows = material(rollouts, -values_BR.abs(), values_BR, old)
+    shares = {1: shares_of(config, rows, old, ranks=1, critic=True)}
+    loss = PlainValueLoss(config=config, material=rows, old=old)
+    return Case(name="critic: ", old=old, material=rows, column=values_BR, shares=shares, plain=plain.measure(loss))
+
+
+def longest_row(hf_config: PretrainedConfig) -> tuple[int, str]:
+    """Tokens of the longest row, beyond the sliding window where its attention scores fit, and what the table says."""
+    text, wanted, note = hf_config.get_text_config(), LONG_ROW, ""
+    window = text.sliding_window if "sliding_window" in text else None
+    if window is not None and window + _BEYOND > wanted:
+        needed = 12 * text.num_hidden_layers * text.num_attention_heads * (window + _BEYOND) ** 2
+        reached = needed <= _SCORES_LIMIT
+        wanted = window + _BEYOND if reached else wanted
+        note = "" if reached else f"; too short for the sliding window of {window} tokens, which is NOT checked"
+    elif window is not None:
+        note = f"; the sliding window has {window}"
+    if "max_position_embeddings" in text and text.max_position_embeddings < wanted:
+        wanted, note = text.max_position_embeddings, f"{note}; the model has no more positions"
+    return wanted, f"longest row: {wanted} tokens{note}"
+
+
+def about_objective(config: PPOConfig) -> str:
+    """What of the objective the yardstick computes on its own."""
+    actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
+    mode = actor.policy_loss.loss_mode
+    if two_policies(actor, correction) and correction.loss_type == "reinforce":
+        mode = "reinforce"
+    line = f"objective: {mode}, old log-probs {_OLD_TEXT[old_log_probs_of(config)]}"
+    if mode in (*OWN_LOSSES, "reinforce"):
+        return f"{line}; all of it is computed again on its own"
+    return f"{line}; the loss of a token is verl_like's own {mode} on both sides, all else is computed again on its own"
+
+
+_OLD_TEXT = {"given": "recomputed", "sampler": "of the sampler", "own": "of the update itself"}
+
+
+def left_out(config: PPOConfig) -> list[str]:
+    """What of the configuration is not checked."""
+    policy, lines = config.actor_rollout_ref, []
+    if policy.actor.ulysses_sequence_parallel_size > 1 or policy.actor.fsdp_config.tensor_parallel_size > 1:
+        lines.append("not checked: ranks that share rows (Ulysses, tensor parallelism)")
+    return lines
+
+
+def reference_scale(config: PPOConfig) -> float | None:
+    """kl_loss_type=full: the reference has the policy's weights times this; with LoRA it is the base itself."""
+    actor, lora = config.actor_rollout_ref.actor, config.actor_rollout_ref.model.lora_rank > 0
+    if not (actor.use_kl_loss and actor.kl_loss_type == KLKind.full):
+        return None
+    return 1.0 if lora else 1.1
+
+
+def comparable(config: PPOConfig) -> PPOConfig:
+    """The user's settings in float32 and without dropout, so that all differences are rounding or errors."""
+    policy, critic = config.actor_rollout_ref, config.critic
+    policy = dataclasses.replace(
+        policy,
+        model=_without_dropout(policy.model),
+        actor=dataclasses.replace(policy.actor, fsdp_config=_float32(policy.actor.fsdp_config)),
+    )
+    model = _without_dropout(critic.model) if needs_critic(critic, config.algorithm) else critic.model
+    model = dataclasses.replace(model, fsdp_config=_float32(model.fsdp_config))
+    return dataclasses.replace(config, actor_rollout_ref=policy, critic=dataclasses.replace(critic, model=model))
+
+
+def _float32(fsdp: FSDPConfig) -> FSDPConfig:
+    return dataclasses.replace(fsdp, dtype="float32", model_dtype="float32", tensor_parallel_size=1)
+
+
+Model = TypeVar("Model", bound=ModelConfig)
+
+
+def _without_dropout(model: Model) -> Model:
+    """Masks of dropout differ from cut to cut; every key of the model's config that sets a rate is set to 0."""
+    rates = {
+        key: 0.0
+        for key, value in load_hf_config(model).to_dict().items()
+        if isinstance(value, float) and value > 0 and ("dropout" in key or key.endswith("_pdrop"))
+    }
+    return dataclasses.replace(model, override_config=model.override_config | rates)

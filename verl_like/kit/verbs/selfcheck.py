@@ -1,0 +1,42 @@
+"""`verl-like selfcheck ...`: a command line of main_ppo, checked instead of run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from verl_like.config.errors import input_errors
+from verl_like.config.parser import number
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `verl-like selfcheck`."""
+    parser.add_argument("--rows", type=number(1, kind=int), default=12, help="random rows of the mini-batch")
+    parser.add_argument("--ranks", type=number(1, kind=int), default=2, help="of the data-parallel check; 1: none")
+    parser.add_argument(
+        "overrides", nargs="*", help="keys of main_ppo, as for the run itself; without model.path a tiny model is made"
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Print the table; exit status 1 when something differs from the plain model, or depends on how a batch is cut."""
+    from verl_like.config import ModelConfig
+    from verl_like.kit.selfcheck.check import SelfCheck
+    from verl_like.kit.selfcheck.report import table
+    from verl_like.kit.selfcheck.tiny import DESCRIPTION, write_tiny_model
+    from verl_like.models.location import check_locations
+    from verl_like.trainer.compose import compose
+
+    with tempfile.TemporaryDirectory() as folder, input_errors():
+        config = compose(arguments.overrides)
+        model = config.actor_rollout_ref.model.path
+        if model == ModelConfig().path and not Path(model).expanduser().exists():
+            model = f"none given (actor_rollout_ref.model.path); {DESCRIPTION}"
+            config = compose([*arguments.overrides, f"actor_rollout_ref.model.path={write_tiny_model(Path(folder))}"])
+        check_locations(config)
+        findings, notes = SelfCheck(config=config, num_rows=arguments.rows).run(ranks=arguments.ranks)
+    print("\n".join([f"model: {model}", *notes, table(findings)]))
+    if not all(finding.passed for finding in findings):
+        sys.exit(1)
