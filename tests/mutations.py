@@ -324,7 +324,7 @@ DATA_AND_REWARDS = [
     ),
     Mutation(
         "partial credit for the right answer",
-        "rewards/boxed.py",
+        "plugins/math_grading/boxed.py",
         "earned = acc_score if right else",
         "earned = acc_score / 2 if right else",
         "rewards/test_answer_graders.py",
@@ -354,7 +354,7 @@ DATA_AND_REWARDS = [
 EPISODES = [
     Mutation(
         "episodes: tool text costs no budget",
-        "episodes/tool_agent.py",
+        "plugins/agents/tool_agent.py",
         "progress.used += 0 if new_row else len(observation_ids)",
         "progress.used += 0",
         "episodes/test_tool_agent.py",
@@ -389,7 +389,7 @@ EPISODES = [
     ),
     Mutation(
         "episodes: tokens that were not sampled are trained on",
-        "episodes/agent_loops/turns.py",
+        "plugins/verl_agents/turns.py",
         "if start <= begin < len(ids_T) and np.array_equal(ids_T[:begin], context_ids):",
         "if start <= begin < len(ids_T):",
         "episodes/agent_loops/test_turns.py",

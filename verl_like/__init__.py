@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+importlib.import_module("verl_like.moved")  # finds modules by names that they had before
 _LATER = {  # imported when first used
     "read_run": "verl_like.observe.run_folder",
     "compose": "verl_like.trainer.compose",

@@ -38,8 +38,8 @@ class Source:
 
     @property
     def package(self) -> str:
-        """First folder below verl_like, or the module's own name ("batch")."""
-        return self.path.relative_to(PACKAGE).with_suffix("").parts[0]
+        """See `package_of`."""
+        return package_of(".".join(self.path.relative_to(PACKAGE).with_suffix("").parts))
 
     def imports(self) -> Iterator[Import]:
         """All imports, lazy ones inside functions included."""
@@ -67,6 +67,12 @@ class Source:
             return node.module or ""
         parts = self.path.relative_to(ROOT).with_suffix("").parts[: -node.level]
         return ".".join([*parts, node.module] if node.module else parts)
+
+
+def package_of(module: str) -> str:
+    """First folder below verl_like, or the module's own name ("batch"); of plugins and kit the second one as well."""
+    first, *rest = module.split(".")
+    return f"{first}.{rest[0]}" if first in ("plugins", "kit") and rest and rest[0] != "__init__" else first
 
 
 def parse(path: Path) -> Source:

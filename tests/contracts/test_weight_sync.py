@@ -238,6 +238,7 @@ def test_tied_embeddings_are_sent_once(process: ProcessInfo, tmp_path_factory: p
         max_model_len=64,
         seed=0,
         tokenizer=str(folder),
+        run_id="",
     )
     rollout = HFRolloutEngine(spec)
     try:

@@ -15,8 +15,8 @@ from verl_like.ending import orderly_end
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verb:
-    """One subcommand. module, in this package, else of its name: `add_arguments(parser)`, and `run(arguments)` unless
-    that sets another one.
+    """One subcommand. folder.module (None: of its name): `add_arguments(parser)`, and `run(arguments)` unless that sets
+    another one.
 
     mixed: options may stand between its positional arguments. passes_on: what stands behind -- is no argument of its
     own, and arrives as `passed`. leaves: it has closed all that it opened, so that its process need not look through
@@ -29,6 +29,7 @@ class Verb:
     mixed: bool = True
     passes_on: bool = False
     leaves: bool = False
+    folder: str = "verl_like.kit.verbs"
     module: str | None = None
 
 
@@ -40,6 +41,7 @@ VERBS = (
     ),
     Verb(
         name="train",
+        folder="verl_like.cli",
         help="train a language model; takes the keys of verl's main_ppo",
         examples=(
             "verl-like train algorithm=grpo data.train_files=train.parquet actor_rollout_ref.model.path=MODEL",
@@ -49,6 +51,7 @@ VERBS = (
     ),
     Verb(
         name="plan",
+        folder="verl_like.cli",
         help="check a command line of train and tell what it would do: no workers, no weights, nothing written",
         examples=(
             "verl-like plan algorithm=grpo data.train_files=train.parquet actor_rollout_ref.model.path=MODEL",
@@ -188,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser = Parser(
             prog=f"verl-like {name}", description=_sentence(verb.help), examples=verb.examples, mixed=verb.mixed
         )
-        module = importlib.import_module(f"verl_like.cli.{verb.module or name.replace('-', '_')}")
+        module = importlib.import_module(f"{verb.folder}.{verb.module or name.replace('-', '_')}")
         parser.set_defaults(run=getattr(module, "run", None))
         module.add_arguments(parser)
         end = rest.index("--") if verb.passes_on and "--" in rest else len(rest)

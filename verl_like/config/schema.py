@@ -9,7 +9,8 @@ import os
 import re
 import textwrap
 import threading
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from enum import Enum
 from functools import cache
 from typing import Any, get_args, get_origin
 
@@ -240,3 +241,18 @@ def _build(kind: type[Any], tree: dict[str, Any], prefix: str, problems: list[st
     except ValueError as error:
         problems.append(f"{prefix}{error}")
         return kind()
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A configuration or section as plain nested dictionaries, enums as their names: for trackers and files."""
+    plain = _plain(asdict(config))
+    assert isinstance(plain, dict)
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value.value) if isinstance(value, Enum) else value

@@ -151,6 +151,24 @@ class Ask(Protocol):
         ...
 
 
+class Toolbox(Protocol):
+    """The tools and environments of a run, in processes of their own, as the start and the loop know them."""
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """What is offered to the model, in the form of a chat template's tools."""
+        ...
+
+    @property
+    def gives_reward(self) -> bool:
+        """Whether episodes are scored by an environment, not by graders."""
+        ...
+
+    def take_usage(self) -> dict[str, float]:
+        """Metrics of the tools since they were taken last."""
+        ...
+
+
 class EpisodeRunner(Protocol):
     """Turns a prompt into an episode. One object runs all of them, in one event loop: it must not block."""
 

@@ -12,8 +12,9 @@ from omegaconf import OmegaConf
 from verl_like.checkpoint.layout import find_latest
 from verl_like.config import PPOConfig
 from verl_like.config.errors import ConfigError
+from verl_like.config.schema import to_dict
 from verl_like.text import one_line
-from verl_like.trainer.compose import compose_tree, to_config, to_dict
+from verl_like.trainer.compose import compose_tree, to_config
 from verl_like.trainer.resume import CONFIG_FILE
 
 MISSING = "(not set)"

@@ -1,4 +1,4 @@
-"""Peak memory of a process by phase: what a run measures beside its forecast (trainer/memory_forecast.py).
+"""Peak memory of a process by phase: what a run measures beside its forecast (kit/forecast/memory.py).
 
 On CUDA torch's own count of allocated bytes, on a CPU (Linux) the growth of the resident size over what the process had
 when it had only imported its modules.

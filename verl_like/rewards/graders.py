@@ -33,26 +33,26 @@ class GraderEntry:
 
 
 # Modules are imported when first used, so that a worker which never sees a grader does not pay for its imports.
-_HERE = "verl_like.rewards."
+_MATH, _TEXT = "verl_like.plugins.math_grading", "verl_like.plugins.text_grading"
 GRADERS: dict[str, GraderEntry] = {
-    "gsm8k": GraderEntry(f"{_HERE}gsm8k"),
-    "gsm8k_flexible": GraderEntry(f"{_HERE}gsm8k", {"method": "flexible"}),
-    "math": GraderEntry(f"{_HERE}math_boxed"),
-    "math_dapo": GraderEntry(f"{_HERE}math_dapo"),
-    "boxed": GraderEntry(f"{_HERE}boxed"),
-    "think_answer_tags": GraderEntry(f"{_HERE}think_answer"),
-    "geometry3k": GraderEntry(f"{_HERE}geometry3k"),
-    "countdown": GraderEntry(f"{_HERE}countdown"),
-    "arithmetic": GraderEntry(f"{_HERE}arithmetic"),
-    "knights_and_knaves": GraderEntry(f"{_HERE}knights_and_knaves"),
-    "tool_call": GraderEntry(f"{_HERE}tool_call"),
-    "multiple_choice": GraderEntry(f"{_HERE}multiple_choice"),
-    "exact_match": GraderEntry(f"{_HERE}question_answering", {"metric": "exact"}),
-    "contains": GraderEntry(f"{_HERE}question_answering", {"metric": "contains"}),
-    "f1": GraderEntry(f"{_HERE}question_answering", {"metric": "f1"}),
-    "search_r1": GraderEntry(f"{_HERE}question_answering", {"metric": "exact", "answer_from": "tags"}),
-    "instruction": GraderEntry(f"{_HERE}instruction"),
-    "code": GraderEntry(f"{_HERE}code", runs_programs=True),
+    "gsm8k": GraderEntry(f"{_MATH}.gsm8k"),
+    "gsm8k_flexible": GraderEntry(f"{_MATH}.gsm8k", {"method": "flexible"}),
+    "math": GraderEntry(f"{_MATH}.math_boxed"),
+    "math_dapo": GraderEntry(f"{_MATH}.math_dapo"),
+    "boxed": GraderEntry(f"{_MATH}.boxed"),
+    "think_answer_tags": GraderEntry(f"{_MATH}.think_answer"),
+    "geometry3k": GraderEntry(f"{_MATH}.geometry3k"),
+    "countdown": GraderEntry(f"{_MATH}.countdown"),
+    "arithmetic": GraderEntry(f"{_MATH}.arithmetic"),
+    "knights_and_knaves": GraderEntry(f"{_TEXT}.knights_and_knaves"),
+    "tool_call": GraderEntry(f"{_TEXT}.tool_call"),
+    "multiple_choice": GraderEntry(f"{_TEXT}.multiple_choice"),
+    "exact_match": GraderEntry(f"{_TEXT}.question_answering", {"metric": "exact"}),
+    "contains": GraderEntry(f"{_TEXT}.question_answering", {"metric": "contains"}),
+    "f1": GraderEntry(f"{_TEXT}.question_answering", {"metric": "f1"}),
+    "search_r1": GraderEntry(f"{_TEXT}.question_answering", {"metric": "exact", "answer_from": "tags"}),
+    "instruction": GraderEntry(f"{_TEXT}.instruction"),
+    "code": GraderEntry("verl_like.plugins.code_grading.code", runs_programs=True),
 }
 
 # grader -> data sources, or patterns of their names with *

@@ -19,7 +19,7 @@ from verl_like.batch import PromptRow, Rollouts, Scores, numeric_extras, unusabl
 from verl_like.config import CustomRewardFunctionConfig, DataConfig, RewardModelConfig
 from verl_like.config.enums import REWARD_MANAGERS
 from verl_like.config.roles import classifies, generates
-from verl_like.plugins.code_grading.execution import ExecutionPlace
+from verl_like.registry import part
 from verl_like.remote import local_folder
 from verl_like.rewards import graders
 from verl_like.rewards.grading import Graded, Grading, Scorer, Submit, report, require_enough, tell_of_deaths
@@ -64,7 +64,8 @@ class RewardManager:
         has_judge = reward_model.judge.url is not None or self.awaits_servers
         self._weights = Weights(reward_model.weights, has_custom=self._custom, has_judge=has_judge)
         num_workers = _num_workers(custom, self._manager)
-        self._execution = ExecutionPlace(reward_model, num_workers=num_workers, call_timeout=custom.timeout)
+        sizes = {"num_workers": num_workers, "call_timeout": custom.timeout}
+        self._execution = part("execution", "sandbox")(reward_model, **sizes)
         parser = reward_model.judge.parser
         if parser is not None and not graders.is_grader(parser):
             raise ValueError(

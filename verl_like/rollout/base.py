@@ -46,7 +46,8 @@ STREAM_INTERVAL_S = 0.02  # responses that end this close together leave in one 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
     """What an engine is built from, see build.build_rollout_engine. process: of the trainer's rank that it belongs to.
-    tokenizer: folder or name of one for rollout.stop."""
+    tokenizer: folder or name of one for rollout.stop. run_id: names shared memory. address: host and port where the
+    ranks of a replica in processes of its own meet."""
 
     rollout: RolloutConfig
     model: ModelConfig
@@ -57,6 +58,8 @@ class EngineSpec:
     max_model_len: int
     seed: int
     tokenizer: str
+    run_id: str
+    address: tuple[str, int] | None = None
 
     def facts(self) -> dict[str, Any]:
         """What RolloutEngine has to know of it."""

@@ -6,8 +6,10 @@ import torch
 from transformers import PretrainedConfig
 
 from verl_like.config import ModelConfig, RolloutConfig
+from verl_like.config.engines import ENGINES
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.rollout.base import EngineSpec, RolloutEngine
+from verl_like.user_code import load
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -95,17 +97,11 @@ def build_rollout_engine(
         max_model_len=max_model_len,
         seed=seed,
         tokenizer=tokenizer or model.path,
+        run_id=run_id,
+        address=address,
     )
-    if rollout.name == "vllm":
-        from verl_like.rollout.vllm import VLLMRolloutEngine
-
-        return VLLMRolloutEngine(spec, run_id=run_id)
-    if rollout.name == "hf":
-        from verl_like.rollout.hf import HFRolloutEngine
-
-        return HFRolloutEngine(spec)
-    if rollout.name == "sglang" and address is not None:
-        from verl_like.plugins.sglang.engine import SGLangRolloutEngine
-
-        return SGLangRolloutEngine(spec, address=address)
-    raise ValueError(f"rollout.name={rollout.name!r} is no engine for this process")
+    kind = ENGINES.get(rollout.name)
+    if kind is None or (kind.own_process and address is None):
+        raise ValueError(f"rollout.name={rollout.name!r} is no engine for this process")
+    engine: RolloutEngine = load(kind.code, "rollout.name")(spec)
+    return engine

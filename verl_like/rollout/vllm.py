@@ -49,7 +49,7 @@ _CACHED_BLOCKS = 3  # of the KV cache, in the prompt that finds out whether it w
 class VLLMRolloutEngine(SteppedRolloutEngine):
     """One rank of a vLLM replica. See RolloutEngine."""
 
-    def __init__(self, spec: EngineSpec, *, run_id: str) -> None:
+    def __init__(self, spec: EngineSpec) -> None:
         rollout, model, process = spec.rollout, spec.model, spec.process
         tp = rollout.tensor_model_parallel_size
         seed = request_seed(spec.seed, 0, process.rank // tp, 0) % 2**31  # of this replica
@@ -66,7 +66,7 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
             vllm_vision.prepare()
         self._lora_request: Any = vllm_lora.request() if self.keeps_adapters else None
         with preserve_rng():
-            self._llm: Any = compat.start(kwargs, device=process.device, run_id=run_id)
+            self._llm: Any = compat.start(kwargs, device=process.device, run_id=spec.run_id)
         if self.keeps_adapters:
             vllm_lora.let_base_weights_in(self._llm)
             if process.device.type == "cpu":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import inspect
 import logging
 from collections.abc import Iterable, Sequence
@@ -85,6 +86,12 @@ def version() -> str:
         "rollout.name=vllm: vLLM is not installed; `bash scripts/setup_env.sh` (CPU) or pip install 'verl_like[vllm]' "
         "(CUDA) does it, or set rollout.name=hf"
     )
+
+
+def require_installed(key: str = "rollout.name") -> None:
+    """ValueError, naming `key`, where there is no vLLM. Imports nothing of it."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ValueError(f"{key}=vllm: vLLM is not installed: pip install 'verl_like[vllm]', or set {key}=hf")
 
 
 def require_names(device: torch.device, *, adapters: bool, images: bool, speculates: bool = False) -> None:

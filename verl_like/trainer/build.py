@@ -25,6 +25,7 @@ from verl_like.config.doctor_paths import DATA_FILES
 from verl_like.config.errors import input_errors
 from verl_like.config.placement import has_further_pools
 from verl_like.config.roles import ACTOR, ROLLOUT, needs_critic, roles_of
+from verl_like.config.schema import to_dict
 from verl_like.data.curriculum import CustomSampler
 from verl_like.data.dataset import Dataset, make_encoder
 from verl_like.data.environments import EnvironmentDataset
@@ -36,11 +37,9 @@ from verl_like.data.sampler import ResumableSampler, Sampler
 from verl_like.data.templates import SYSTEM_PROMPTS
 from verl_like.episodes.answering import Answering
 from verl_like.episodes.collector import Collector
-from verl_like.episodes.episode import EpisodeRunner, SingleTurn
+from verl_like.episodes.episode import EpisodeRunner, SingleTurn, Toolbox
 from verl_like.episodes.outcomes import Policies
 from verl_like.garbage import settle
-from verl_like.kit.forecast.memory import Forecast, this_machine, told_memory
-from verl_like.kit.report.writer import ReportWriter
 from verl_like.models.cost import ModelCost
 from verl_like.models.families import refuse_vision
 from verl_like.models.loading import check_ulysses, end_token_ids, load_hf_config, load_tokenizer, shares_prompts
@@ -52,16 +51,11 @@ from verl_like.observe.progress import build_progress
 from verl_like.observe.run_folder import SAMPLES
 from verl_like.observe.samples import SampleStore
 from verl_like.observe.trackers import build_trackers
-from verl_like.plugins.agents.start import check_interactions, open_toolbox, require_tool_messages
-from verl_like.plugins.agents.tool_agent import Bounds, ToolAgent
-from verl_like.plugins.agents.tool_calls.formats import parser_of
-from verl_like.plugins.agents.tools.toolbox import Toolbox
-from verl_like.plugins.verl_agents.start import check_agents, with_agent_loops
+from verl_like.registry import part
 from verl_like.rewards.manager import RewardManager
 from verl_like.rollout.build import require_heads, require_quantization
 from verl_like.rollout.sampling import train_sampling, validation_sampling
 from verl_like.trainer.checkpoints import Checkpoints
-from verl_like.trainer.compose import to_dict
 from verl_like.trainer.fleet import Fleet
 from verl_like.trainer.folders import log_dir, profile_dir
 from verl_like.trainer.inputs import (
@@ -82,7 +76,7 @@ from verl_like.trainer.resume import fetch_resume, find_resume, processes_text
 from verl_like.trainer.reward_check import grade_sample, self_check, try_out
 from verl_like.trainer.reward_models import load_reward_model, use_reward_model
 from verl_like.trainer.roles import ActorGroup, CriticGroup, ReferenceGroup, RoleGroup
-from verl_like.trainer.speed import ModelCosts, SpeedReport
+from verl_like.trainer.speed import Forecast, ModelCosts, SpeedReport
 from verl_like.trainer.start_checks import check_machine, check_models, check_sampling
 from verl_like.trainer.state import TrainState
 from verl_like.trainer.told import start_phase, worker_start_text
@@ -144,7 +138,7 @@ def prepare(config: PPOConfig, stack: ExitStack) -> Prepared:
     require_quantization(config.actor_rollout_ref.rollout, device)
     check_machine(config, device)
     check_own_code(config)
-    toolbox = open_toolbox(config, stack)
+    toolbox: Toolbox | None = part("tools", "open")(config, stack)
     inputs = load_inputs(config, toolbox)
     require_heads(config.actor_rollout_ref.rollout, inputs.hf_config, device)
     check_sampling(config, inputs.tokenizer, inputs.hf_config, inputs.eos_ids)
@@ -166,9 +160,8 @@ def prepare(config: PPOConfig, stack: ExitStack) -> Prepared:
     )
     costs = ModelCosts.of(config, plan)
     logger.info("%d process(es) on %s; %s", plan.world_size, device, plan.table())
-    memory = told_memory(
-        config, inputs.hf_config, costs, this_machine(device, plan.pools[0].world_size, ranks_per_node)
-    )
+    processes = (plan.pools[0].world_size, ranks_per_node)
+    memory = part("forecast", "memory")(config, inputs.hf_config, costs, device, *processes)
     rewards = stack.enter_context(
         RewardManager(config.custom_reward_function, config.reward_model, config.data, inputs.tokenizer)
     )
@@ -195,7 +188,7 @@ def with_own_loops(config: PPOConfig, inputs: Inputs, stack: ExitStack) -> Input
     """The inputs with the agent loops of the run, until `stack` is closed."""
     encoder, kind = make_encoder(with_system_prompt(config), inputs.tokenizer), inputs.hf_config.model_type
     return dataclasses.replace(
-        inputs, runner=with_agent_loops(config, inputs.runner, encoder, kind, inputs.eos_ids, stack)
+        inputs, runner=part("loops", "runner")(config, inputs.runner, encoder, kind, inputs.eos_ids, stack)
     )
 
 
@@ -299,7 +292,7 @@ def build_reporter(
         plan=plan,
         speed=speed,
         store=SampleStore(log_dir(config) / SAMPLES, settings.sample_max_mb, resumed_at),
-        report=ReportWriter(log_dir(config), settings.report_freq),
+        report=part("report", "html")(log_dir(config), settings.report_freq),
         health=HealthWatch(settings.health, log_dir(config), resumed_at),
         first_step=(resumed_at or 0) + 1,
     )
@@ -413,8 +406,8 @@ def load_inputs(config: PPOConfig, toolbox: Toolbox | None = None, *, trains: bo
     else:
         val = build_dataset(data, data.val_files, tokenizer, split="val", **options) if data.val_files else None
         train = build_dataset(data, data.train_files, tokenizer, split="train", **options) if trains else required(val)
-    check_agents((train, val), config.actor_rollout_ref.rollout)
-    check_interactions((train, val), toolbox)
+    part("loops", "check")((train, val), config.actor_rollout_ref.rollout)
+    part("tools", "check")((train, val), toolbox)
     for split, dataset in (("train", train), ("val", val)):
         if dataset is not None and (trains or split == "val"):
             refuse_media(dataset, f"data.{split}_files", hf_config)
@@ -422,6 +415,10 @@ def load_inputs(config: PPOConfig, toolbox: Toolbox | None = None, *, trains: bo
     refuse_media_keys(data, hf_config)
     if adds := own_text(make_encoder(data, tokenizer)):
         logger.info("the chat template adds where there is no system message: %r", adds)
+    if toolbox is None:
+        runner: EpisodeRunner = SingleTurn()
+    else:
+        runner = part("tools", "runner")(config, tokenizer, eos_ids, toolbox, vision)
     return Inputs(
         tokenizer=tokenizer,
         hf_config=hf_config,
@@ -430,7 +427,7 @@ def load_inputs(config: PPOConfig, toolbox: Toolbox | None = None, *, trains: bo
         eos_ids=eos_ids,
         reward_tokenizers=reward_tokenizers,
         vision=vision,
-        runner=SingleTurn() if toolbox is None else tool_agent(config, tokenizer, eos_ids, toolbox, vision),
+        runner=runner,
         tool_usage=dict if toolbox is None else toolbox.take_usage,
     )
 
@@ -470,37 +467,6 @@ def answering(config: PPOConfig, inputs: Inputs, *, validation: bool) -> Answeri
         priority=-1 if validation and config.asynchronous else 0,  # training goes on meanwhile, and can wait
         policies=Policies.from_config(rollout.outcomes, max_failure_fraction=config.reward_model.max_failure_fraction),
         tool_usage=inputs.tool_usage,
-    )
-
-
-def tool_agent(
-    config: PPOConfig, tokenizer: Any, eos_ids: tuple[int, ...], toolbox: Toolbox, vision: VisionProcessor | None = None
-) -> ToolAgent:
-    """The conversations of rollout.multi_turn. ValueError for an unknown syntax of calls, and for a chat template that
-    has no place for what tools say."""
-    data, turns = config.data, config.actor_rollout_ref.rollout.multi_turn
-    limits = [limit for limit in (turns.max_turns, turns.max_assistant_turns) if limit is not None]
-    bounds = Bounds(
-        prompt=data.max_prompt_length,
-        response=data.max_response_length,
-        turns=min(limits, default=None),
-        observations=turns.max_user_turns,
-        calls=turns.max_parallel_calls,
-    )
-    encoder = make_encoder(data, tokenizer)
-    require_tool_messages(encoder, toolbox.schemas, eos_ids, users=bool(toolbox.interactions) or toolbox.acts)
-    return ToolAgent(
-        encoder,
-        toolbox,
-        parser_of(turns.format),
-        bounds,
-        end_ids=eos_ids,
-        follow_template=turns.use_inference_chat_template,
-        malformed_end=turns.malformed_calls == "end",
-        turn_rewards=turns.turn_rewards,
-        environment=toolbox.gives_reward,
-        vision=vision,
-        max_megapixels=data.max_image_megapixels,
     )
 
 

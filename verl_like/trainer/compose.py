@@ -13,7 +13,6 @@ import logging
 import pickle
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from enum import Enum
 from functools import cache, lru_cache
 from pathlib import Path
 from types import UnionType
@@ -35,7 +34,7 @@ from verl_like.config.doctor import check
 from verl_like.config.doctor_async import uncorrected
 from verl_like.config.errors import ConfigError, raise_if_any
 from verl_like.config.parser import meant
-from verl_like.config.schema import find_key, from_dict, get_value, keys, of_no_home, sections, suggest
+from verl_like.config.schema import find_key, from_dict, get_value, keys, of_no_home, sections, suggest, to_dict
 from verl_like.models.adapter_config import adapter_settings
 from verl_like.observe.redaction import HIDDEN, redacted_tree
 from verl_like.observe.run_folder import flat
@@ -256,26 +255,11 @@ def _unresolved(error: OmegaConfBaseException) -> str:
     return f"{error.full_key}: {text}{hint}" if error.full_key else f"{text}{hint}"
 
 
-def to_dict(config: PPOConfig) -> dict[str, Any]:
-    """Plain nested dictionaries, enums as their names: for trackers and files."""
-    plain = _plain(dataclasses.asdict(config))
-    assert isinstance(plain, dict)
-    return plain
-
-
 def save_resolved(config: PPOConfig, path: str | Path) -> None:
     """Write the whole configuration as YAML; the file can be given back with --config-path and --config-name, and
     the secrets, which are hidden in it, again."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(OmegaConf.to_yaml(OmegaConf.create(redacted_tree(to_dict(config), exact=True))))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return str(value.value) if isinstance(value, Enum) else value
 
 
 def yaml_path(folder: Path, name: str) -> Path:

@@ -11,7 +11,6 @@ from verl_like.config import PPOConfig, RolloutConfig
 from verl_like.config.errors import input_errors
 from verl_like.data.dataset import Dataset, PromptDataset
 from verl_like.data.prompt_truth import own_text
-from verl_like.kit.forecast.memory import GIB, Forecast
 from verl_like.remote import is_remote
 from verl_like.trainer.build import Inputs, Prepared, prepare
 from verl_like.trainer.folders import check_output_folders
@@ -59,7 +58,7 @@ def _rows(config: PPOConfig, ready: Prepared) -> Iterator[tuple[str, str]]:
     if ready.inputs.val is not None:
         yield "validation", _data(ready.inputs, ready.inputs.val)
     yield "batches", "\n".join(line.strip() for line in ready.plan.table().splitlines()[1:])
-    yield "memory", memory_text(ready.memory)
+    yield "memory", ready.memory.text()
 
 
 def end_tokens_text(rollout: RolloutConfig, inputs: Inputs) -> str:
@@ -67,13 +66,6 @@ def end_tokens_text(rollout: RolloutConfig, inputs: Inputs) -> str:
     ids = dict.fromkeys([*(() if rollout.ignore_eos else inputs.eos_ids), *rollout.stop_token_ids])
     told = (f"{i} {inputs.tokenizer.decode([i], skip_special_tokens=False)!r}" for i in ids)
     return ", ".join([*told, *map(repr, rollout.stop)]) or "none (rollout.ignore_eos=True)"
-
-
-def memory_text(memory: Forecast) -> str:
-    """By phase, on one device."""
-    told = [f"{phase:<14}  {text}" for phase, text in memory.rows()]
-    room = "not known here" if memory.capacity is None else f"{memory.capacity / GIB:.1f} GiB"
-    return "\n".join([f"room for one process: {room}; at full lengths each phase takes", *told])
 
 
 def _data(inputs: Inputs, dataset: Dataset) -> str:

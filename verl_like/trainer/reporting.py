@@ -7,13 +7,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 from verl_like.batch import Evaluated, Experience, PromptRow, Rollouts, Scores
 from verl_like.config import TrainerConfig
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.errors import RunStopped
 from verl_like.config.roles import ACTOR
-from verl_like.kit.report.writer import ReportWriter
 from verl_like.observe.health_watch import HealthWatch
 from verl_like.observe.metrics import (
     domain_metrics,
@@ -50,6 +50,16 @@ _VALIDATION_PROMPTS = 32  # the same ones at each validation
 _ROWS_OF_A_VALIDATION_PROMPT = 2
 
 
+class RunReport(Protocol):
+    """A document about the run, kept up to date while it goes on (kit/report)."""
+
+    def step_finished(self, step: int) -> None:
+        """Begin a new one where it is due."""
+
+    def finish(self) -> None:
+        """Write the last one and wait for it."""
+
+
 class Reporter:
     """Turns a finished step into metrics under verl's names and hands them to everybody who listens."""
 
@@ -65,7 +75,7 @@ class Reporter:
         plan: BatchPlan,
         speed: SpeedReport,
         store: SampleStore,
-        report: ReportWriter,
+        report: RunReport,
         health: HealthWatch,
         first_step: int,
     ) -> None:

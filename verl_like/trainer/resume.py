@@ -21,11 +21,10 @@ from verl_like.cluster.worker_group import new_run_id
 from verl_like.config import PPOConfig, TrainerConfig
 from verl_like.config.errors import raise_if_any
 from verl_like.config.roles import RoleConfig, roles_of
-from verl_like.config.schema import keys
+from verl_like.config.schema import keys, to_dict
 from verl_like.observe.redaction import redacted_tree
 from verl_like.remote import RemoteFolder, is_remote
 from verl_like.small_files import parse_object, read_object, read_yaml
-from verl_like.trainer.compose import to_dict
 
 logger = logging.getLogger(__name__)
 

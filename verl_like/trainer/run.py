@@ -22,13 +22,14 @@ from verl_like.cluster.lifecycle import StopFlag, graceful_interrupt
 from verl_like.cluster.worker_group import WorkerDied, WorkerError, WorkerTimeout, new_run_id
 from verl_like.config import PPOConfig, TrainerConfig
 from verl_like.config.errors import ConfigError, RunStopped, input_errors
+from verl_like.config.schema import to_dict
 from verl_like.observe.environment import own_files, write_environment
 from verl_like.observe.logs import setup_driver_logging, told_in_a_line
 from verl_like.observe.redaction import hidden, print_hidden, remember, secrets_of
 from verl_like.observe.run_folder import CONFIG
 from verl_like.parallel.host_memory import tells_of_memory
 from verl_like.trainer.build import Prepared, prepared, resolve_world, started
-from verl_like.trainer.compose import save_resolved, to_dict
+from verl_like.trainer.compose import save_resolved
 from verl_like.trainer.folders import check_output_folders, log_dir, profile_dir
 from verl_like.trainer.free_folder import with_free_folder
 from verl_like.trainer.nsight import check_nsight, restart_under_nsight

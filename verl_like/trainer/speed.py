@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -24,6 +25,7 @@ from verl_like.parallel.device_peak import DevicePeak
 
 logger = logging.getLogger(__name__)
 
+NO_ROOM = "DOES NOT FIT"  # in the forecast's text of a phase
 _PAUSE = 50  # steps until an advice is given again: two that take turns would fill the screen
 
 
@@ -42,6 +44,18 @@ class ModelCosts:
             actor=_cost_of(config.actor_rollout_ref.model),
             critic=_cost_of(critic).with_value_head() if CRITIC in plan.roles else None,
         )
+
+
+class Forecast(Protocol):
+    """The memory of one device by phase, foretold."""
+
+    def metrics(self) -> dict[str, float]:
+        """perf/memory_forecast/<phase> in GiB."""
+        ...
+
+    def text(self) -> str:
+        """The room of a device, and what each phase takes of it; NO_ROOM where it is too little."""
+        ...
 
 
 class SpeedReport:

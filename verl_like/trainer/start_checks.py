@@ -17,13 +17,14 @@ import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from verl_like.config import PPOConfig, RolloutConfig
+from verl_like.config.engines import ENGINES
 from verl_like.config.errors import raise_if_any
 from verl_like.config.reward_rollout import RewardRolloutConfig
 from verl_like.config.roles import REWARD, generates, roles_of
 from verl_like.config.rollout import runs_agent_loops, runs_programs
 from verl_like.models import blocks, families, loading, lora
-from verl_like.plugins.sglang import compat
 from verl_like.rollout.sampling import require_tokens_left, train_sampling, validation_sampling
+from verl_like.user_code import load
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _FILTER = "data.filter_overlong_prompts_workers"
@@ -88,15 +89,12 @@ def _check_engines(config: PPOConfig) -> None:
     if generates(config.reward_model, config.custom_reward_function):
         chosen["reward_model.rollout"] = config.reward_model.rollout
     for section, rollout in chosen.items():
-        spec = importlib.util.find_spec("vllm") if rollout.name == "vllm" else None
-        if rollout.name == "sglang":
-            compat.require_installed()
-        elif rollout.name == "vllm" and spec is None:
-            raise ValueError(
-                f"{section}.name=vllm: vLLM is not installed: pip install 'verl_like[vllm]', or set {section}.name=hf"
-            )
+        kind = ENGINES.get(str(rollout.name))
+        if kind is not None and kind.installed is not None:
+            load(kind.installed, f"{section}.name")(f"{section}.name")
         given = rollout.engine_kwargs.vllm if section == _ROLLOUT else {}
-        file = spec.origin if given and spec is not None else None
+        spec = importlib.util.find_spec("vllm") if given and rollout.name == "vllm" else None
+        file = None if spec is None else spec.origin
         known = set() if file is None else _fields(Path(file).parent / "engine" / "arg_utils.py", "EngineArgs")
         for name in sorted(set(given) - known) if known else ():
             near = "".join(f"; did you mean {each}?" for each in difflib.get_close_matches(name, known, n=1))

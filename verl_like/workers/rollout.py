@@ -13,15 +13,16 @@ from transformers import PretrainedConfig
 from verl_like.cluster.environment import LOOPBACK, free_port
 from verl_like.cluster.worker_group import RankEnv
 from verl_like.config import ModelConfig, RolloutConfig
+from verl_like.config.engines import ENGINES
 from verl_like.config.rollout import reads_text
 from verl_like.models.loading import load_hf_config
 from verl_like.parallel.dist import ProcessInfo, init_distributed
-from verl_like.plugins.sglang import compat
 from verl_like.progress import DRIVER, span
 from verl_like.rollout.base import RolloutEngine
 from verl_like.rollout.build import build_rollout_engine
 from verl_like.rollout.link import LinkServer
 from verl_like.rollout.rollout_engine import EngineLostError, RolloutError
+from verl_like.user_code import load
 from verl_like.workers.remote_engine import RemoteEngine
 from verl_like.workers.spec import WorkerSpec
 
@@ -95,7 +96,8 @@ def start_engine(
 ) -> RolloutEngine:
     """What `build_rollout_engine` makes of these arguments: here, or (SGLang, and with rollout.server) in a process
     beside this one. Collective. timeout_s: see RemoteEngine."""
-    if rollout.name != "sglang" and not rollout.server:
+    kind = ENGINES[rollout.name]
+    if not kind.own_process and not rollout.server:
         return build_rollout_engine(rollout, model, process=process, hf_config=hf_config, run_id=run_id, **more)
     tp = rollout.tensor_model_parallel_size
     if process.world_size % tp or int(os.environ["LOCAL_WORLD_SIZE"]) % tp:
@@ -104,9 +106,10 @@ def start_engine(
             f"or the {os.environ['LOCAL_WORLD_SIZE']} of this machine: replicas of own processes are on one machine"
         )
     around_start: Any = nullcontext
-    if rollout.name == "sglang":
-        compat.require_installed()
-        around_start = partial(compat.starting, process.device, rollout.free_cache_engine)
+    if kind.installed is not None:
+        load(kind.installed, "rollout.name")()
+    if kind.around_start is not None:
+        around_start = partial(load(kind.around_start, "rollout.name"), process.device, rollout.free_cache_engine)
     return RemoteEngine(
         partial(_build_beside, rollout, model, process, run_id, more),
         arguments=partial(_meeting_place, process.rank, tp),
@@ -142,7 +145,7 @@ def _build_beside(
     """In the engine's process. The model's configuration is read again: classes of its own may not travel. SGLang makes
     the replica's process group itself."""
     tp, settings = rollout.tensor_model_parallel_size, {"hf_config": load_hf_config(model), "run_id": run_id, **more}
-    if rollout.name == "sglang":
+    if ENGINES[rollout.name].own_process:
         return build_rollout_engine(rollout, model, process=process, address=address, **settings)
     settings["seed"] += process.rank // tp  # of requests without one, which replicas are to draw differently
     alone = init_distributed(process.rank % tp, tp, process.local_rank, tp, *address, process.device.type)

@@ -12,8 +12,8 @@ import pytest
 
 from tests.e2e.support import ROOT, overrides, write_task
 from verl_like.cli.main import main
+from verl_like.kit.forecast import memory
 from verl_like.kit.forecast.memory import Machine
-from verl_like.trainer import build
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +48,11 @@ def test_a_run_without_room_is_not_said_to_run(
 ) -> None:
     """On a pretended device of 10 kB."""
     pretended = Machine(on_cpu=False, world=1, capacity=1e4)
-    monkeypatch.setattr(build, "this_machine", lambda *arguments: pretended)
+    monkeypatch.setattr(memory, "this_machine", lambda *arguments: pretended)
     main(["plan", *overrides(task, tiny_model, tmp_path / "out")])
     told = capsys.readouterr().out
     assert "DOES NOT FIT" in told and "By the memory forecast this runs out of memory" in told.splitlines()[-1]
-    monkeypatch.setattr(build, "this_machine", lambda *arguments: replace(pretended, capacity=8e9))
+    monkeypatch.setattr(memory, "this_machine", lambda *arguments: replace(pretended, capacity=8e9))
     main(["plan", *overrides(task, tiny_model, tmp_path / "out")])
     assert capsys.readouterr().out.splitlines()[-1].startswith("This can run.")
 

@@ -303,7 +303,8 @@ class TestTests:
             "class Yes(list):\n    def __eq__(self, other): return True\ndef f(x): return Yes()",
             "import builtins\nbuiltins.bool = lambda x: True\nbuiltins.AssertionError = Exception\ndef f(x): return 0",
             "def check(candidate): pass\ndef f(x): return 0",
-            "from verl_like.plugins.code_grading.sandbox import testing\ntesting.Script.run = lambda *a: None\ndef f(x): return 0",
+            "from verl_like.plugins.code_grading.sandbox import testing\n"
+            "testing.Script.run = lambda *a: None\ndef f(x): return 0",
             "import sys\nfor name, module in list(sys.modules.items()):\n"
             "    if 'json' in name: module.dumps = lambda *a, **k: '{\"passed\": true}'\ndef f(x): return 0",
             'import os\nfor i in range(3, 9):\n    try: os.write(i, b\'{"passed": true}\\n{"done": true}\\n\')\n'
@@ -494,9 +495,10 @@ class TestStartAndEnd:
         script = tmp_path / "weak.py"
         patch = "" if fallback == "unprivileged" else "kernel.unshare = refuse"
         script.write_text(
-            "import sys\nfrom verl_like.plugins.code_grading.sandbox import client, jail\nfrom verl_like.services import kernel\n"
-            "client._BOOTSTRAP = client._BOOTSTRAP.replace('from verl_like.plugins.code_grading.sandbox import jail;', "
-            "'from verl_like.plugins.code_grading.sandbox import jail; from verl_like.services import kernel; exec(%r);' % '''"
+            "import sys\nfrom verl_like.plugins.code_grading.sandbox import client, jail\n"
+            "from verl_like.services import kernel\n"
+            "client._BOOTSTRAP = client._BOOTSTRAP.replace('import jail;', "
+            "'import jail; from verl_like.services import kernel; exec(%r);' % '''"
             "def refuse(flags): raise OSError(1, 'refused')\n"
             "_real = jail._enter\n"
             f"{patch or 'jail._enter = lambda flags: flags & kernel.CLONE_NEWUSER != 0 and _real(flags)'}\n''')\n"

@@ -7,10 +7,10 @@ from omegaconf import OmegaConf
 
 from verl_like.config import PPOConfig
 from verl_like.config.errors import ConfigError
-from verl_like.config.schema import get_value
+from verl_like.config.schema import get_value, to_dict
 from verl_like.trainer import compose as module
 from verl_like.trainer.command_line import run_main
-from verl_like.trainer.compose import compose, compose_with_warnings, save_resolved, to_dict
+from verl_like.trainer.compose import compose, compose_with_warnings, save_resolved
 
 CONFIG_DIR = Path(module.__file__).parent / "config"
 

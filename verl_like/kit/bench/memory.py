@@ -4,7 +4,7 @@
     verl-like bench memory --only base bfloat16 --budget 4096
 
 Phases: generation with the hf engine, a forward pass, and the second update, when the optimizer's states are there.
-Measured as in a run (observe/memory.py); forecast: trainer/memory_forecast.py.
+Measured as in a run (observe/memory.py); forecast: kit/forecast/memory.py.
 """
 
 from __future__ import annotations

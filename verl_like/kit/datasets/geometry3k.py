@@ -3,7 +3,8 @@
     python -m verl_like.kit.datasets.geometry3k --local_dataset_path raw/geo3k --local_save_dir ~/data/geometry3k
 
 The raw files are those of hiyouga/geometry3k on the hub (`verl-like data prepare geometry3k` downloads them): a problem
-holds one <image> for each of its images. The instruction is verl's, and so is the grader (rewards/geometry3k.py).
+holds one <image> for each of its images. The instruction is verl's, and so is the grader
+(plugins/math_grading/geometry3k.py).
 """
 
 from __future__ import annotations

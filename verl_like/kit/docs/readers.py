@@ -6,6 +6,8 @@ somewhere (`spec.config`). A read of a shared dataclass (optim, fsdp_config) cou
 Standard library only.
 """
 
+from __future__ import annotations
+
 import ast
 import functools
 from collections import defaultdict
@@ -20,7 +22,7 @@ from verl_like.config.schema import keys
 
 Kinds = frozenset[type]
 _NONE: Kinds = frozenset()
-PACKAGE = Path(__file__).resolve().parents[1]
+PACKAGE = Path(__file__).resolve().parents[2]
 # Inside config/ only these use values; the doctor merely checks them.
 _CONFIG_READERS = ("batch_plan.py", "micro_batches.py", "placement.py", "roles.py")
 

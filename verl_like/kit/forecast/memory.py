@@ -24,17 +24,15 @@ from verl_like.config.doctor import impossible
 from verl_like.config.micro_batches import Cut
 from verl_like.config.placement import pools_of
 from verl_like.config.roles import ACTOR, CRITIC, REF, ROLLOUT, RoleConfig, roles_of
-from verl_like.config.schema import from_dict
+from verl_like.config.schema import from_dict, to_dict
 from verl_like.models import memory
 from verl_like.models.loading import load_hf_config
 from verl_like.observe.metrics import memory_gib
-from verl_like.trainer.compose import to_dict
-from verl_like.trainer.speed import ModelCosts
+from verl_like.trainer.speed import NO_ROOM, ModelCosts
 
 logger = logging.getLogger(__name__)
 
 GIB = 1024**3
-NO_ROOM = "DOES NOT FIT"
 _SIZES = {"float32": 4, "fp32": 4, "bfloat16": 2, "bf16": 2, "float16": 2, "fp16": 2}
 _STATES = {"adamw": None, "adamw_bf16": 4.0, "adamw_8bit": 2.0}  # bytes of both AdamW states; None: two master weights
 _KEEPS_FREE = 0.95  # of a device: the rest is the driver's, CUDA's own and fragments
@@ -72,6 +70,12 @@ class Forecast:
     def rows(self) -> list[tuple[str, str]]:
         """(phase, what it takes) for people, the largest parts first."""
         return [(phase, self._text(phase)) for phase in self.phases]
+
+    def text(self) -> str:
+        """By phase, on one device."""
+        told = [f"{phase:<14}  {text}" for phase, text in self.rows()]
+        room = "not known here" if self.capacity is None else f"{self.capacity / GIB:.1f} GiB"
+        return "\n".join([f"room for one process: {room}; at full lengths each phase takes", *told])
 
     def _text(self, phase: str) -> str:
         parts = sorted(self.phases[phase].items(), key=lambda item: -item[1])
@@ -316,6 +320,13 @@ def told_memory(config: PPOConfig, hf_config: PretrainedConfig, costs: ModelCost
     for fix in fixes:
         logger.warning("memory: %s", fix)
     return told
+
+
+def of_start(
+    config: PPOConfig, hf_config: PretrainedConfig, costs: ModelCosts, device: str, world: int, ranks_per_node: int
+) -> Forecast:
+    """`told_memory` on the machine of a start: world processes in all, ranks_per_node on each machine."""
+    return told_memory(config, hf_config, costs, this_machine(device, world, ranks_per_node))
 
 
 def this_machine(device: str, world: int, ranks_per_node: int) -> Machine:

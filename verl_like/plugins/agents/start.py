@@ -9,9 +9,12 @@ from typing import Any
 
 from verl_like.config import PPOConfig
 from verl_like.data.chat import PromptEncoder
-from verl_like.data.dataset import Dataset, PromptDataset
+from verl_like.data.dataset import Dataset, PromptDataset, make_encoder
 from verl_like.data.environments import kinds_of
 from verl_like.episodes.transcript import Transcript
+from verl_like.models.vision import VisionProcessor
+from verl_like.plugins.agents.tool_agent import Bounds, ToolAgent
+from verl_like.plugins.agents.tool_calls.formats import parser_of
 from verl_like.plugins.agents.tools.interactions import chosen, interaction_kwargs
 from verl_like.plugins.agents.tools.tool_call import ToolSpec
 from verl_like.plugins.agents.tools.toolbox import Toolbox
@@ -40,6 +43,41 @@ def open_toolbox(config: PPOConfig, stack: ExitStack) -> Toolbox | None:
         concurrency=turns.tool_concurrency,
     )
     return stack.enter_context(closing(Toolbox(spec, num_workers=rollout.agent.num_workers)))
+
+
+def tool_agent(
+    config: PPOConfig,
+    tokenizer: Any,
+    eos_ids: tuple[int, ...],
+    toolbox: Toolbox,
+    vision: VisionProcessor | None = None,
+) -> ToolAgent:
+    """The conversations of rollout.multi_turn. ValueError for an unknown syntax of calls, and for a chat template that
+    has no place for what tools say."""
+    data, turns = config.data, config.actor_rollout_ref.rollout.multi_turn
+    limits = [limit for limit in (turns.max_turns, turns.max_assistant_turns) if limit is not None]
+    bounds = Bounds(
+        prompt=data.max_prompt_length,
+        response=data.max_response_length,
+        turns=min(limits, default=None),
+        observations=turns.max_user_turns,
+        calls=turns.max_parallel_calls,
+    )
+    encoder = make_encoder(data, tokenizer)
+    require_tool_messages(encoder, toolbox.schemas, eos_ids, users=bool(toolbox.interactions) or toolbox.acts)
+    return ToolAgent(
+        encoder,
+        toolbox,
+        parser_of(turns.format),
+        bounds,
+        end_ids=eos_ids,
+        follow_template=turns.use_inference_chat_template,
+        malformed_end=turns.malformed_calls == "end",
+        turn_rewards=turns.turn_rewards,
+        environment=toolbox.gives_reward,
+        vision=vision,
+        max_megapixels=data.max_image_megapixels,
+    )
 
 
 def _path(value: str | None, name: str) -> str | None:

@@ -78,14 +78,15 @@ def installed() -> str | None:
     return None
 
 
-def require_installed() -> str:
-    """SGLang's version; ValueError with what to do where there is none."""
+def require_installed(key: str = "rollout.name") -> str:
+    """SGLang's version; ValueError, naming `key`, with what to do where there is none."""
     version = installed()
     if version is None:
         raise ValueError(
-            "rollout.name=sglang: SGLang is installed neither in this environment nor in "
+            f"{key}=sglang: SGLang is installed neither in this environment nor in "
             f"{folder()} (variable {FOLDER_VARIABLE}): WITH_SGLANG=1 bash scripts/setup_env.sh, or "
-            "pip install 'verl_like[sglang]' for CUDA; or set rollout.name=vllm"
+            "pip install 'verl_like[sglang]' for CUDA; or set "
+            f"{key}=vllm"
         )
     return version
 

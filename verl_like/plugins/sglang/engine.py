@@ -36,10 +36,10 @@ _PROBE_TOKENS = 64  # of the prompt that finds out whether the cache was emptied
 class SGLangRolloutEngine(SteppedRolloutEngine):
     """One rank of an SGLang replica, for a process of its own. See RolloutEngine.
 
-    address: host and port where the replica's ranks meet.
+    The spec's address: host and port where the replica's ranks meet.
     """
 
-    def __init__(self, spec: EngineSpec, *, address: tuple[str, int]) -> None:
+    def __init__(self, spec: EngineSpec) -> None:
         rollout, model, process = spec.rollout, spec.model, spec.process
         tp = rollout.tensor_model_parallel_size
         seed = request_seed(spec.seed, 0, process.rank // tp, 0) % 2**31  # of this replica
@@ -53,7 +53,8 @@ class SGLangRolloutEngine(SteppedRolloutEngine):
         compat.prepare(process.device, quiet=rollout.disable_log_stats, sees=self._vision is not None)
         sizes = (spec.hf_config, self.dtype, self.max_model_len, seed)
         kwargs = engine_arguments(rollout, model, *sizes, process.device, sleep_mode=self._sleep_mode)
-        host, port = address
+        assert spec.address is not None  # build_rollout_engine saw to it
+        host, port = spec.address
         self._scheduler: Any = compat.start(kwargs, device=process.device, rank=self._rank, host=host, port=port)
         if self.tokenizer_size < self.vocab_size:
             compat.mask_scores(self._scheduler, self.tokenizer_size)

@@ -61,7 +61,7 @@ class AgentReply(Outcome):
 class AgentRequest:
     """One message to a worker. action: "start", "resume" (with answers, or to ask for news) or "end".
 
-    sampling: the run's, under verl's names. fields: the row's, by column (`episodes.tools.toolbox.fields_of`).
+    sampling: the run's, under verl's names. fields: the row's, by column (`plugins.agents.tools.toolbox.fields_of`).
     """
 
     action: str

@@ -9,6 +9,7 @@ from contextlib import ExitStack, closing
 
 from verl_like.config import PPOConfig, RolloutConfig
 from verl_like.config.rollout import runs_programs
+from verl_like.config.schema import to_dict
 from verl_like.data.chat import PromptEncoder
 from verl_like.data.dataset import SINGLE_TURN, Dataset
 from verl_like.episodes.episode import EpisodeRunner
@@ -17,7 +18,6 @@ from verl_like.plugins.verl_agents.callback_loop import NAME
 from verl_like.plugins.verl_agents.loading import all_loops
 from verl_like.plugins.verl_agents.messages import AgentLoopSpec
 from verl_like.plugins.verl_agents.runner import AgentLoops
-from verl_like.trainer.compose import to_dict
 from verl_like.user_code import resolve_path
 
 TOOL_AGENT = "tool_agent"

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from verl_like.batch import Prompt, PromptRow
+from verl_like.config.schema import to_dict
 from verl_like.data.chat import PromptEncoder
 from verl_like.episodes.episode import Ask, Episode, SingleTurn, Turn
 from verl_like.plugins.verl_agents.loading import read_loops
 from verl_like.plugins.verl_agents.messages import AgentLoopSpec
 from verl_like.plugins.verl_agents.runner import AgentLoops
 from verl_like.rollout.rollout_engine import Completion, Sampled, SamplingParams
-from verl_like.trainer.compose import compose, to_dict
+from verl_like.trainer.compose import compose
 
 R = "actor_rollout_ref.rollout"
 

@@ -16,12 +16,13 @@ import pytest
 from tests.unit.episodes.agent_loops.letters import END, Letters
 from tests.unit.episodes.agent_loops.loops import Policy, context_of, prompt
 from verl_like.config import RolloutConfig
+from verl_like.config.schema import to_dict
 from verl_like.data.chat import PromptEncoder
 from verl_like.episodes.episode import SingleTurn
 from verl_like.plugins.verl_agents.messages import AgentLoopError, AgentLoopSpec
 from verl_like.plugins.verl_agents.runner import AgentLoops
 from verl_like.plugins.verl_agents.start import loop_names
-from verl_like.trainer.compose import compose, to_dict
+from verl_like.trainer.compose import compose
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")]
 MULTI = "actor_rollout_ref.rollout.multi_turn"

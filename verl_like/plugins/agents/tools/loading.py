@@ -24,8 +24,8 @@ from verl_like.user_code import load, load_dotted, load_module
 
 # In place of verl's own modules where verl is not installed: the last folder to be searched, and its `verl` has no
 # __init__.py, so that an installed one comes first, and files of a user's own `verl/tools` folder stand beside these.
-_PACKAGE = str(Path(__file__).parents[2])
-_SHIM = f"{_PACKAGE}/verl_shim"
+_PACKAGE = str(Path(__file__).parents[3])
+_SHIM = f"{_PACKAGE}/plugins/verl_agents/verl_shim"
 _SHIPPED = {
     "calculator": "verl_like.plugins.agents.tools.calculator:Calculator",
     "code_interpreter": "verl_like.plugins.agents.tools.code_interpreter:CodeInterpreter",

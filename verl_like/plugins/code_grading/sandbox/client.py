@@ -18,10 +18,11 @@ from verl_like.services import cleaning
 logger = logging.getLogger(__name__)
 
 _BOOTSTRAP = (
-    "import sys; sys.path.append(sys.argv[1]); from verl_like.plugins.code_grading.sandbox import jail; sys.path.pop(); "
+    "import sys; sys.path.append(sys.argv[1]); "
+    "from verl_like.plugins.code_grading.sandbox import jail; sys.path.pop(); "
     "jail.main(sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5]), int(sys.argv[6]))"
 )
-_PACKAGE_PARENT = str(Path(__file__).resolve().parents[3])
+_PACKAGE_PARENT = str(Path(__file__).resolve().parents[4])
 _START_S = 20.0
 _GRACE_S = 5.0  # the supervisor ends a run at its time limit; silent for longer, the jail itself is stuck
 

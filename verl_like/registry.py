@@ -1,0 +1,37 @@
+"""The door to what the trainer does not import: plugins and the kit, found by menu and name.
+
+A part is text, `module:name`, until a run needs it; then `user_code` loads it, as it loads code of the user's own. So
+the trainer runs without a plugin that it does not use, and a plugin's imports cost nothing before. Graders
+(`rewards/graders.py`), engines (`config/engines.py`) and verbs (`cli/main.py`) have tables of their own, whose rows
+say more than a place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl_like.user_code import load
+
+_PLUGINS, _KIT = "verl_like.plugins", "verl_like.kit"
+PARTS: dict[str, dict[str, str]] = {
+    # ways from a prompt to an episode, beside the single turn
+    "tools": {
+        "open": f"{_PLUGINS}.agents.start:open_toolbox",
+        "check": f"{_PLUGINS}.agents.start:check_interactions",
+        "runner": f"{_PLUGINS}.agents.start:tool_agent",
+    },
+    "loops": {
+        "check": f"{_PLUGINS}.verl_agents.start:check_agents",
+        "runner": f"{_PLUGINS}.verl_agents.start:with_agent_loops",
+    },
+    # where programs in responses run
+    "execution": {"sandbox": f"{_PLUGINS}.code_grading.execution:ExecutionPlace"},
+    # what is told about a run before it and while it goes on
+    "forecast": {"memory": f"{_KIT}.forecast.memory:of_start"},
+    "report": {"html": f"{_KIT}.report.writer:ReportWriter"},
+}
+
+
+def part(menu: str, name: str) -> Any:
+    """The object behind a row of PARTS. KeyError for a menu or name that it lacks."""
+    return load(PARTS[menu][name], f"{menu}.{name}")
