@@ -25,8 +25,8 @@ from verl_like.batch import Prompt, PromptRow
 from verl_like.config import DataConfig, PPOConfig
 from verl_like.config.asynchronous import AsyncTrainingConfig
 from verl_like.episodes.answering import Answering
+from verl_like.episodes.async_source import Flow
 from verl_like.episodes.episode import SingleTurn
-from verl_like.episodes.flow import Flow
 from verl_like.episodes.loop import Arrivals
 from verl_like.rewards.grading import Graded
 from verl_like.rollout.fake_time import DECODE_S, FakeTimeEngine, SimulatedLink, VirtualClock, seed_of

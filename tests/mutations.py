@@ -41,10 +41,10 @@ OPERATIONS = [
     ),
     Mutation(
         "a limit that does not know the pace",
-        "progress.py",
+        "heartbeat.py",
         "self._stall_s + MARGIN * pace * max(amount, 1.0)",
         "self._stall_s",
-        "test_progress.py",
+        "test_heartbeat.py",
     ),
     Mutation(
         "late while others work",

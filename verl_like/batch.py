@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import torch
 from torch import Tensor
 
-from verl_like.ragged import Side, bounds, flat_rows, padded_rows, places, plain, revived, take_rows
+from verl_like.flat_columns import Side, bounds, flat_rows, padded_rows, places, plain, revived, take_rows
 
 _PROMPTS, _RESPONSES = "prompt_length_B", "response_length_B"
 _ENDINGS = {_PROMPTS: "_BP", _RESPONSES: "_BR"}

@@ -281,7 +281,7 @@ def test_an_engine_ends_though_its_process_has_just_died() -> None:
 def test_a_message_that_cannot_be_read_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = opened()
     future = engine.submit(REQUEST)
-    monkeypatch.setattr("verl_like.rollout.travel._KNOWN", {"OSError": None})
+    monkeypatch.setattr("verl_like.rollout.wire_errors._KNOWN", {"OSError": None})
     with pytest.raises(RolloutError, match="cannot be read"):
         engine.wake()
     with pytest.raises(RolloutError, match="cannot be read"):

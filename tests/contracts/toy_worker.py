@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_like.cluster.worker_group import RankEnv
-from verl_like.progress import advance, span
+from verl_like.heartbeat import advance, span
 
 THREADS_AT_IMPORT = os.environ.get("OMP_NUM_THREADS")
 RANK_AT_IMPORT = os.environ.get("RANK")

@@ -18,7 +18,7 @@ import pytest
 from tests.e2e.support import ROOT, metrics_of, overrides, write_task
 from tests.unit.engine.tiny import free_port
 from verl_like.data.storage import localize
-from verl_like.remote import RemoteFolder, local_folder
+from verl_like.remote_storage import RemoteFolder, local_folder
 from verl_like.trainer.compose import compose
 from verl_like.trainer.run import fit
 
@@ -101,7 +101,7 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_checkpoints_models_and_data_on_s3(
     tmp_path: Path, tiny_model: Path, s3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("verl_like.remote.CACHE", tmp_path / "cache")
+    monkeypatch.setattr("verl_like.remote_storage.CACHE", tmp_path / "cache")
     RemoteFolder(f"{s3}/models", "k").upload(tiny_model)
     check_resume(tmp_path, f"{s3}/models/{tiny_model.name}", f"{s3}/run")
     fetched = Path(local_folder(f"{s3}/models/{tiny_model.name}"))
@@ -119,7 +119,7 @@ def test_a_killed_upload_to_s3_is_no_checkpoint(tmp_path: Path, s3: str) -> None
     folder.mkdir()
     for number in range(40):
         (folder / f"{number:02}.bin").write_bytes(os.urandom(1 << 20))
-    code = "import sys; from pathlib import Path; from verl_like.remote import RemoteFolder as R; "
+    code = "import sys; from pathlib import Path; from verl_like.remote_storage import RemoteFolder as R; "
     code += "R(sys.argv[1], 'k').upload(Path(sys.argv[2]))"
     sender = subprocess.Popen([sys.executable, "-c", code, f"{s3}/run", str(folder)], cwd=ROOT)
     remote = RemoteFolder(f"{s3}/run", "k")

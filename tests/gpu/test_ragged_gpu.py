@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.unit.algorithms.builders import experience
-from verl_like.ragged import flat_rows, on_rows, padded_rows, row_sums, take_rows
+from verl_like.flat_columns import flat_rows, on_rows, padded_rows, row_sums, take_rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 LENGTH_B = torch.tensor([3, 0, 5, 1])

@@ -19,7 +19,7 @@ from verl_like.algorithms.registry import Registry
 from verl_like.algorithms.stepwise import Turns, anchor_advantages, normalised_by_group, turn_returns, turns_of
 from verl_like.batch import TensorStruct, beside, tokens
 from verl_like.config import AlgorithmConfig
-from verl_like.ragged import Blocks, on_rows, row_sums
+from verl_like.flat_columns import Blocks, on_rows, row_sums
 
 GRPO_EPS = 1e-6
 _LOOP_BLOCK = 2**22  # entries of a block of rows: fewer rows would make more steps of a loop over tokens

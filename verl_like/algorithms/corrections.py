@@ -41,7 +41,7 @@ from verl_like.batch import Episodes, Evaluated, Rollouts
 from verl_like.config import ActorConfig, RolloutCorrectionConfig
 from verl_like.config.batch_plan import uses_sampler_log_probs
 from verl_like.config.correction import Bounds, Rejection, corrects, parse_rejections, weight_bounds
-from verl_like.ragged import Blocks, row_sums
+from verl_like.flat_columns import Blocks, row_sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,7 +33,7 @@ from verl_like.algorithms.stepwise import check_numbering
 from verl_like.batch import Episodes, Evaluated, Experience, Rollouts, Scores
 from verl_like.config import ActorConfig, AlgorithmConfig
 from verl_like.config.enums import STEP_ESTIMATORS
-from verl_like.ragged import last_true, on_rows, row_sums
+from verl_like.flat_columns import last_true, on_rows, row_sums
 
 logger = logging.getLogger(__name__)
 

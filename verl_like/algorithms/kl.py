@@ -19,7 +19,7 @@ from verl_like.algorithms.masked import masked_fill_zero
 from verl_like.algorithms.registry import Registry
 from verl_like.config import KLControlConfig, KLControlType
 from verl_like.config.enums import KL_MENU
-from verl_like.ragged import row_sums
+from verl_like.flat_columns import row_sums
 
 FULL_KL_KIND = "full"
 EXPONENT_LIMIT = 20.0  # exp(20) = 4.9e8: nothing above it carries information, and nothing overflows

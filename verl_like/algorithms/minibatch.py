@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from verl_like.batch import Denominators, Episodes, Experience
-from verl_like.ragged import row_sums
+from verl_like.flat_columns import row_sums
 
 
 def cut_minibatches(

@@ -29,7 +29,7 @@ from verl_like.config import (
     PFPPOConfig,
     RewardModelConfig,
 )
-from verl_like.ragged import row_sums
+from verl_like.flat_columns import row_sums
 
 NORM_EPS = 1e-6
 

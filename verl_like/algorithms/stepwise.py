@@ -17,7 +17,7 @@ from torch import Tensor
 from verl_like.algorithms.groups import group_statistics
 from verl_like.algorithms.masked import masked_fill_zero
 from verl_like.batch import Episodes, Rollouts
-from verl_like.ragged import bounds
+from verl_like.flat_columns import bounds
 
 EPS = 1e-6
 

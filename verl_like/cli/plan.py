@@ -6,7 +6,7 @@ import argparse
 import logging
 
 from verl_like.config.doctor_paths import DATA_FILES
-from verl_like.garbage import starting
+from verl_like.gc_settings import starting
 from verl_like.models.location import check_locations
 from verl_like.observe.logs import told_in_a_line
 from verl_like.trainer.command_line import add_config_arguments, user_files

@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_like import progress
+from verl_like import heartbeat
 from verl_like.cluster.environment import free_port, omp_threads, process_environment
 from verl_like.cluster.janitor import cleanup_shm, start_janitor
 from verl_like.cluster.lifecycle import die_with_parent, leave_signals_to_driver, name_shared_memory, terminated
 from verl_like.cluster.worker_group import RankEnv, method_of, resolve_import_path
-from verl_like.garbage import starting
+from verl_like.gc_settings import starting
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class RankProcess:
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outcome:
         try:
-            with progress.span(method):
+            with heartbeat.span(method):
                 value = method_of(self._worker, method)(*args, **kwargs)
             return Outcome(value=value, asked_to_stop=terminated())
         except BaseException as error:
@@ -125,8 +125,8 @@ class RankProcess:
         os.environ["OMP_NUM_THREADS"] = str(omp_threads(rank_env.local_world_size, rank_env.device))
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "256")  # torch's flight recorder: the last collectives
         os.environ.update(request.environment)
-        beacon = progress.beacon_file(rank_env.memory_id, request.log_path)
-        progress.publish(beacon, request.stall_timeout, last_collectives)
+        beacon = heartbeat.beacon_file(rank_env.memory_id, request.log_path)
+        heartbeat.publish(beacon, request.stall_timeout, last_collectives)
         if os.path.isdir(request.working_directory):
             os.chdir(request.working_directory)
         if rank_env.local_rank == 0:

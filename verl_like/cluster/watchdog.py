@@ -1,6 +1,6 @@
 """The run's watchdog: while the driver waits for its workers, it looks whether they get on, and says who does not.
 
-Each worker publishes what it is at and how long that may take (verl_like/progress.py); the driver reads it from
+Each worker publishes what it is at and how long that may take (verl_like/heartbeat.py); the driver reads it from
 outside, with the state of the process. A rank is late when its limit is over; the run is stuck when a late rank's pool
 has none that still works. Those that wait in a collective are late as well: the cause is the rank that is stopped, or
 that its partners are ahead of, or that others say they wait for.
@@ -21,7 +21,7 @@ from verl_like.cluster.failures import stopped_text
 from verl_like.cluster.nodes import on_node, process_state_here
 from verl_like.cluster.rank_process import STACK_SIGNAL, read_tail
 from verl_like.cluster.worker_group import WorkerStalled, memory_id
-from verl_like.progress import DRIVER, beacon_file, read_beacon, stacks_below
+from verl_like.heartbeat import DRIVER, beacon_file, read_beacon, stacks_below
 
 _STACK_LINES = 60
 _AGAIN_S = 5.0  # a second look before the end

@@ -34,6 +34,8 @@ from verl_like.engine.train_engine import (
     WeightChanges,
     WeightForm,
 )
+from verl_like.flat_columns import take_rows
+from verl_like.heartbeat import advance
 from verl_like.models import blocks, families, loading, lora, packing, tensor_plan
 from verl_like.models.checkpoint_names import CheckpointNames
 from verl_like.models.families import num_experts
@@ -45,8 +47,6 @@ from verl_like.parallel.activation_offload import ActivationOffload
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.parallel.fsdp import Sharding
 from verl_like.parallel.ulysses import sequence_group
-from verl_like.progress import advance
-from verl_like.ragged import take_rows
 
 if TYPE_CHECKING:
     from verl_like.config.batch_plan import MicroBatchRule

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from verl_like.batch import Denominators, Metric, Sequences
 from verl_like.engine.train_engine import LossFn
+from verl_like.heartbeat import span
 from verl_like.models.shared_prompts import shared_prefixes
 from verl_like.parallel.balance import PromptsOfRows, micro_batches
 from verl_like.parallel.dist import all_reduce_max
-from verl_like.progress import span
 
 if TYPE_CHECKING:
     from verl_like.config.batch_plan import MicroBatchRule

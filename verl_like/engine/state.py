@@ -27,8 +27,8 @@ from torch.distributed.checkpoint import CheckpointException
 
 from verl_like.checkpoint.checksums import note
 from verl_like.checkpoint.harmless import AFRESH, OF_NUMPY, HarmlessReader
+from verl_like.heartbeat import span
 from verl_like.parallel.sharding import local_tensor
-from verl_like.progress import span
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 
 from verl_like.batch import MediaHandle, Prompt, Scores, usable_number
 from verl_like.episodes.episode import Episode, EpisodeAborted, EpisodeFailure, EpisodeRunner
-from verl_like.episodes.kept import Kept
+from verl_like.episodes.first_n import GRACE_S, all_of, end, first_of
 from verl_like.episodes.loop import Arrivals
 from verl_like.episodes.outcomes import Policies
-from verl_like.episodes.race import GRACE_S, all_of, end, first_of
+from verl_like.episodes.partial_responses import Kept
+from verl_like.heartbeat import EPISODE
 from verl_like.models.images import MediaError
-from verl_like.progress import EPISODE
 from verl_like.rewards.grading import Graded
 from verl_like.rewards.manager import RewardManager
 from verl_like.rewards.model_score import Answer

@@ -29,18 +29,18 @@ from verl_like.batch import Episodes, Prompt, PromptRow, Rollouts, Scores, whole
 from verl_like.config import PPOConfig
 from verl_like.config.batch_plan import draws_until_full
 from verl_like.data.loader import PromptLoader
-from verl_like.episodes import kept
+from verl_like.episodes import partial_responses
 from verl_like.episodes.answering import Answering, Collection, Group, Member, all_graded
-from verl_like.episodes.choosing import Choosing
+from verl_like.episodes.async_source import Flow
+from verl_like.episodes.dynamic_sampling import Choosing
 from verl_like.episodes.episode import EpisodeFailure
-from verl_like.episodes.flow import Flow
-from verl_like.episodes.judging import completed
+from verl_like.episodes.group_filter import completed
+from verl_like.episodes.ledger import Ledger, conversation_metrics, filter_metrics, lost_in_races, race_metrics
 from verl_like.episodes.loop import EpisodeLoop
 from verl_like.episodes.outcomes import outcome_metrics, trained_too
-from verl_like.episodes.pending import PendingBatch, of_rows
+from verl_like.episodes.pending_scores import PendingBatch, of_rows
 from verl_like.episodes.rows import assemble_rollouts, episode_of_rows
 from verl_like.episodes.staleness import staleness_metrics
-from verl_like.episodes.tally import Ledger, conversation_metrics, filter_metrics, lost_in_races, race_metrics
 from verl_like.rewards.manager import RewardManager
 from verl_like.rollout.client import RolloutClient
 
@@ -149,7 +149,7 @@ class Collector:
         """Into a checkpoint's folder: the tokens of groups that are not trained yet."""
         if self._flow is not None:
             running = {} if self._client is None else self._client.snapshot()
-            kept.write(folder, self._loop.call(self._flow.tokens(running), self._patience_s))
+            partial_responses.write(folder, self._loop.call(self._flow.tokens(running), self._patience_s))
 
     def load_state_dict(self, state: dict[str, Any], folder: Path | None = None) -> None:
         """Go on with the very next prompt; of those under way, from the tokens in `folder`. ValueError if the data set
@@ -158,7 +158,7 @@ class Collector:
         ledger = Ledger.of(state.get("ledger"), num_gone=self.loader.draws - self.loader.num_waiting)
         self._ledger = ledger
         if self._flow is not None:
-            self._flow.ledger, self._flow.kept = ledger, {} if folder is None else kept.read(folder)
+            self._flow.ledger, self._flow.kept = ledger, {} if folder is None else partial_responses.read(folder)
         logger.info("%s", ledger.text(draws=self.loader.draws, waiting=self.loader.num_waiting))
 
     def close(self) -> None:

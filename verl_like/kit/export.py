@@ -22,7 +22,7 @@ from verl_like.models.families import model_class
 from verl_like.models.heads import HF_PREFIX, dtype_of
 from verl_like.models.location import check_location
 from verl_like.models.lora import Adapters, is_adapter
-from verl_like.remote import local_folder
+from verl_like.remote_storage import local_folder
 from verl_like.small_files import read_object
 
 FILE_BYTES = 5 * 10**9  # of weights in one file of the result

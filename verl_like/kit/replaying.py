@@ -14,9 +14,9 @@ from torch import Tensor
 from verl_like.checkpoint.layout import step_dir, whole_checkpoints
 from verl_like.config import PPOConfig
 from verl_like.config.errors import ConfigError
+from verl_like.flat_columns import bounds
 from verl_like.kit.run_diff import read_configuration
 from verl_like.observe.run_folder import METRICS, read_metrics
-from verl_like.ragged import bounds
 from verl_like.trainer.compose import compose
 from verl_like.trainer.recording import Recorded, read_step, recorded_steps, step_file
 from verl_like.trainer.run import opened

@@ -9,7 +9,7 @@ from typing import Any
 
 from verl_like.config.errors import ConfigError
 from verl_like.models.location import nearest
-from verl_like.remote import local_folder
+from verl_like.remote_storage import local_folder
 from verl_like.small_files import read_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

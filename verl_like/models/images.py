@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from PIL import ExifTags, Image
 
 from verl_like.batch import MediaHandle
-from verl_like.remote import is_remote
+from verl_like.remote_storage import is_remote
 
 PLACES = ("bytes", "path", "image", "url", "image_url")  # of what is meant in a dictionary; the first that is set
 _TURNS = ["FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90"]

@@ -32,7 +32,7 @@ from verl_like.models.lean_model import Functions, check_liger, liger_functions,
 from verl_like.models.location import TOKENIZER_FILES, check_location
 from verl_like.parallel.sharding import sized_units
 from verl_like.parallel.ulysses import repeated_key_heads
-from verl_like.remote import local_folder, to_shared_memory
+from verl_like.remote_storage import local_folder, to_shared_memory
 from verl_like.small_files import opened_tensors, read_object
 from verl_like.text import one_line
 from verl_like.user_code import EXTERNAL_MODULES, external_modules, import_modules

@@ -12,7 +12,7 @@ from pathlib import Path
 from verl_like.config import DataConfig, ModelConfig, PPOConfig
 from verl_like.config.doctor_paths import data_paths, model_paths
 from verl_like.config.errors import raise_if_any
-from verl_like.remote import is_remote, local_folder
+from verl_like.remote_storage import is_remote, local_folder
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB_TIMEOUT = 5.0  # seconds

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from verl_like.models.adapter_config import WEIGHTS
 from verl_like.models.checkpoint_names import CheckpointNames
-from verl_like.remote import local_folder
+from verl_like.remote_storage import local_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from verl_like.batch import MediaHandle, Sequences
+from verl_like.flat_columns import on_rows, take_rows
 from verl_like.models.shared_prompts import first_rows, shared_layout, shared_prefixes
 from verl_like.models.token_layout import Groups, TokenLayout
-from verl_like.ragged import on_rows, take_rows
 
 if TYPE_CHECKING:
     from verl_like.models.vision import VisionInput, VisionProcessor

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from verl_like.batch import Experience, Rollouts, Sequences
+from verl_like.flat_columns import bounds
 from verl_like.models.token_layout import TokenLayout
-from verl_like.ragged import bounds
 
 
 def shared_prefixes(rows: Sequences) -> tuple[list[int], Tensor]:

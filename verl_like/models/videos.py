@@ -24,7 +24,7 @@ from PIL import Image
 
 from verl_like.batch import MediaHandle
 from verl_like.models.images import PLACES, MediaError, bounded, cell_of, decoded, header, local_path, place_of, read
-from verl_like.remote import is_remote
+from verl_like.remote_storage import is_remote
 
 # Frames a second and their number where a row says nothing; frames come in pairs. Source: qwen-vl-utils.
 _FPS, _MIN_FRAMES, _MAX_FRAMES, _PAIR = 2.0, 4, 768, 2

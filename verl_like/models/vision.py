@@ -34,7 +34,7 @@ from verl_like.models import families
 from verl_like.models.images import MediaError, decoded, header, place_of
 from verl_like.models.videos import Clip, clip_of, frames_of
 from verl_like.parallel.dist import all_reduce_max
-from verl_like.remote import local_folder
+from verl_like.remote_storage import local_folder
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from verl_like.config.errors import ConfigError, RunStopped
+from verl_like.heartbeat import EPISODE
 from verl_like.observe.redaction import hidden
-from verl_like.progress import EPISODE
 
 _PACKAGE = "verl_like"
 _FILE_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from verl_like.batch import Episodes, Rollouts, Scores, whole_episodes
-from verl_like.ragged import bounds
+from verl_like.flat_columns import bounds
 
 _GIB = 1024**3
 

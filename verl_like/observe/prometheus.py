@@ -2,7 +2,7 @@
 
 A metric `actor/pg_loss` is the gauge verl_like_actor_pg_loss{run_id=..., project=..., experiment=...}; verl_like_step
 is the newest step. What the router and the pools of workers (graders, tools, agents, programs) have in hand is read at
-each visit (verl_like/gauges.py): verl_like_now_router_requests, verl_like_now_pool_reward_calls_waiting.
+each visit (verl_like/live_metrics.py): verl_like_now_router_requests, verl_like_now_pool_reward_calls_waiting.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from verl_like import gauges
+from verl_like import live_metrics
 from verl_like.config import TrainerConfig
 from verl_like.observe.samples import Sample
 
@@ -97,7 +97,7 @@ class PrometheusTracker(Collector):
     def collect(self) -> Iterator[Metric]:
         with self._lock:
             newest = dict(self._newest)
-        newest |= {f"now/{name}": value for name, value in gauges.readings().items()}
+        newest |= {f"now/{name}": value for name, value in live_metrics.readings().items()}
         for name, value in newest.items():
             gauge = GaugeMetricFamily(f"verl_like_{re.sub(r'[^a-zA-Z0-9_]', '_', name)}", name, labels=[*self._labels])
             gauge.add_metric([*self._labels.values()], value)

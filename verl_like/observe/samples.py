@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from verl_like.batch import Evaluated, Experience, PromptRow, Rollouts, Scores
+from verl_like.flat_columns import bounds
 from verl_like.models.special_tokens import SpecialTokens
 from verl_like.observe.redaction import hidden
 from verl_like.observe.run_folder import FIELDS
-from verl_like.ragged import bounds
 
 Sample = dict[str, Any]
 

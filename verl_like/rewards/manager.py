@@ -20,7 +20,7 @@ from verl_like.config import CustomRewardFunctionConfig, DataConfig, RewardModel
 from verl_like.config.enums import REWARD_MANAGERS
 from verl_like.config.roles import classifies, generates
 from verl_like.registry import part
-from verl_like.remote import local_folder
+from verl_like.remote_storage import local_folder
 from verl_like.rewards import graders
 from verl_like.rewards.grading import Graded, Grading, Scorer, Submit, report, require_enough, tell_of_deaths
 from verl_like.rewards.judge import Judge

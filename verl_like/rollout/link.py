@@ -26,12 +26,12 @@ from multiprocessing import AuthenticationError
 from queue import SimpleQueue
 from typing import Any
 
-from verl_like.progress import DRIVER, span
+from verl_like.heartbeat import DRIVER, span
 from verl_like.rollout.base import RolloutEngine
 from verl_like.rollout.client import Events, LocalLink
 from verl_like.rollout.rollout_engine import GenerationRequest, RolloutError, Sampled
-from verl_like.rollout.travel import heard, told
 from verl_like.rollout.wire import Socket, Wire
+from verl_like.rollout.wire_errors import heard, told
 
 logger = logging.getLogger(__name__)
 

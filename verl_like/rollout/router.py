@@ -20,7 +20,7 @@ from functools import partial
 from heapq import heapify, heappop, heappush
 from operator import attrgetter
 
-from verl_like import gauges
+from verl_like import live_metrics
 from verl_like.rollout.client import Events, Link, Occupancy
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, ResumeError, RolloutError, Sampled
 
@@ -107,7 +107,7 @@ class Router:
         self._served_s, self._serving_since = 0.0, math.nan  # before, and as of when (nan: not now)
         for link in links:
             self.attach(link)
-        gauges.show(self)
+        live_metrics.show(self)
 
     def attach(self, link: Link) -> None:
         """One replica more, which serves as of now (or as of `release`)."""
@@ -200,7 +200,7 @@ class Router:
 
     def close(self) -> None:
         """See RolloutClient. Replicas are told to end what runs, and otherwise left alone."""
-        gauges.hide(self)
+        live_metrics.hide(self)
         with self._lock:
             self._closed = True
             failed = self._fail_all("the router was closed")

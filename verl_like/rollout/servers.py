@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl_like.config.reward_rollout import RewardRolloutConfig
-from verl_like.remote import local_folder
+from verl_like.remote_storage import local_folder
 from verl_like.rollout import vllm_versions
 
 # Switches of vLLM that are off where they are not given, as all of SGLang's are; the others have a --no-... as well.

@@ -25,7 +25,7 @@ from typing import Protocol
 
 import torch
 
-from verl_like.progress import span
+from verl_like.heartbeat import span
 from verl_like.rollout.orders import Lockstep, Orders
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutError, Sampled
 

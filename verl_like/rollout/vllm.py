@@ -21,7 +21,7 @@ from torch import Tensor
 from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.config.rollout import reads_text
 from verl_like.models.lora import adapters_apart, is_adapter
-from verl_like.remote import local_folder
+from verl_like.remote_storage import local_folder
 from verl_like.rollout import vllm_compat as compat
 from verl_like.rollout import vllm_lora, vllm_versions, vllm_vision
 from verl_like.rollout.base import EngineSpec, SteppedRolloutEngine

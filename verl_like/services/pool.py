@@ -30,7 +30,7 @@ from collections.abc import Hashable, Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
-from verl_like import gauges
+from verl_like import live_metrics
 from verl_like.services import keeper
 from verl_like.services.channel import BrokenChannelError, Channel
 from verl_like.services.service import Outcome, ServiceError, ServiceSpec
@@ -123,7 +123,7 @@ class WorkerPool(Generic[Payload, Answer]):
         # started it ends, not when the process does.
         self._thread = threading.Thread(target=self._run, name=f"{spec.noun}-pool", daemon=True)
         self._thread.start()
-        gauges.show(self)
+        live_metrics.show(self)
 
     def start(self) -> None:
         """Wait until every worker has made the service."""
@@ -170,7 +170,7 @@ class WorkerPool(Generic[Payload, Answer]):
     def close(self) -> None:
         """Kill the workers. Calls still waiting get a RuntimeError. Safe to call twice."""
         self._closing = True
-        gauges.hide(self)
+        live_metrics.hide(self)
         self._waiting.refuse(RuntimeError(f"the {self._spec.noun} pool is closed"))
         self._wake()
         self._thread.join()

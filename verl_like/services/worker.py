@@ -16,7 +16,7 @@ import time
 import traceback
 from typing import Any
 
-from verl_like.progress import show_stacks
+from verl_like.heartbeat import show_stacks
 from verl_like.services import keeper
 from verl_like.services.channel import Channel
 from verl_like.services.service import Outcome, Result, Service, ServiceSpec

@@ -39,7 +39,7 @@ from verl_like.episodes.answering import Answering
 from verl_like.episodes.collector import Collector
 from verl_like.episodes.episode import EpisodeRunner, SingleTurn, Toolbox
 from verl_like.episodes.outcomes import Policies
-from verl_like.garbage import settle
+from verl_like.gc_settings import settle
 from verl_like.models.cost import ModelCost
 from verl_like.models.families import refuse_vision
 from verl_like.models.loading import check_ulysses, end_token_ids, load_hf_config, load_tokenizer, shares_prompts
@@ -47,7 +47,7 @@ from verl_like.models.location import check_locations
 from verl_like.models.tensor_plan import check_model
 from verl_like.models.vision import VisionProcessor, processor_of
 from verl_like.observe.health_watch import HealthWatch
-from verl_like.observe.progress import build_progress
+from verl_like.observe.live_display import build_progress
 from verl_like.observe.run_folder import SAMPLES
 from verl_like.observe.samples import SampleStore
 from verl_like.observe.trackers import build_trackers
@@ -56,7 +56,6 @@ from verl_like.rewards.manager import RewardManager
 from verl_like.rollout.build import require_heads, require_quantization
 from verl_like.rollout.sampling import train_sampling, validation_sampling
 from verl_like.trainer.checkpoints import Checkpoints
-from verl_like.trainer.fleet import Fleet
 from verl_like.trainer.folders import log_dir, profile_dir
 from verl_like.trainer.inputs import (
     check_adapters,
@@ -70,6 +69,7 @@ from verl_like.trainer.own_code import check_own_code, trainer_class
 from verl_like.trainer.pools import Pools
 from verl_like.trainer.ppo import PPOTrainer
 from verl_like.trainer.recording import RecordedSource, Recorder
+from verl_like.trainer.replica_group import Fleet
 from verl_like.trainer.replicas import RolloutGroup, StandingRolloutGroup
 from verl_like.trainer.reporting import Reporter
 from verl_like.trainer.resume import fetch_resume, find_resume, processes_text
@@ -78,8 +78,8 @@ from verl_like.trainer.reward_models import load_reward_model, use_reward_model
 from verl_like.trainer.roles import ActorGroup, CriticGroup, ReferenceGroup, RoleGroup
 from verl_like.trainer.speed import Forecast, ModelCosts, SpeedReport
 from verl_like.trainer.start_checks import check_machine, check_models, check_sampling
+from verl_like.trainer.start_messages import start_phase, worker_start_text
 from verl_like.trainer.state import TrainState
-from verl_like.trainer.told import start_phase, worker_start_text
 from verl_like.trainer.validation import Validator
 from verl_like.trainer.weights import Weights
 from verl_like.trainer.workers import Workers

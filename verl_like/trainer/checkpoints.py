@@ -26,7 +26,7 @@ from verl_like.config.errors import ConfigError, RunStopped
 from verl_like.episodes.collector import Collector
 from verl_like.models.loading import write_generation_config
 from verl_like.models.vision import VisionProcessor
-from verl_like.remote import RemoteFolder, Uploader, is_remote
+from verl_like.remote_storage import RemoteFolder, Uploader, is_remote
 from verl_like.trainer.best import Best
 from verl_like.trainer.compose import save_resolved
 from verl_like.trainer.resume import CONFIG_FILE, run_of

@@ -15,7 +15,7 @@ from verl_like.config import PPOConfig
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.errors import ConfigError
 from verl_like.config.parser import Parser
-from verl_like.garbage import starting
+from verl_like.gc_settings import starting
 from verl_like.observe.logs import told_in_a_line
 from verl_like.trainer.compose import CONFIG_NAME, compose, compose_tree, doctored, to_config, with_suffix, yaml_path
 

@@ -39,7 +39,7 @@ from verl_like.models.adapter_config import adapter_settings
 from verl_like.observe.redaction import HIDDEN, redacted_tree
 from verl_like.observe.run_folder import flat
 from verl_like.text import one_line
-from verl_like.trainer.helper_sections import inline_all, is_helper, own_data_keys
+from verl_like.trainer.yaml_anchors import inline_all, is_helper, own_data_keys
 from verl_like.user_code import EXTERNAL_MODULES, UserCodeError, external_modules, import_modules
 
 logger = logging.getLogger(__name__)

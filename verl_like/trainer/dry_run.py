@@ -11,7 +11,7 @@ from verl_like.config import PPOConfig, RolloutConfig
 from verl_like.config.errors import input_errors
 from verl_like.data.dataset import Dataset, PromptDataset
 from verl_like.data.prompt_truth import own_text
-from verl_like.remote import is_remote
+from verl_like.remote_storage import is_remote
 from verl_like.trainer.build import Inputs, Prepared, prepare
 from verl_like.trainer.folders import check_output_folders
 from verl_like.trainer.free_folder import with_free_folder

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from verl_like.checkpoint.files import linked_folders, require_writable
 from verl_like.config import PPOConfig, RayInitConfig
-from verl_like.remote import RemoteFolder
+from verl_like.remote_storage import RemoteFolder
 
 _TEMP_DIR_CHARS = 40  # what Ray adds is named by date and process, below 67 characters
 

@@ -28,8 +28,8 @@ from verl_like.trainer.pools import Pools
 from verl_like.trainer.recording import Recorder
 from verl_like.trainer.reporting import Reporter
 from verl_like.trainer.roles import ActorGroup, CriticGroup, ReferenceGroup, UpdateRules
+from verl_like.trainer.start_messages import start_phase
 from verl_like.trainer.state import TrainState
-from verl_like.trainer.told import start_phase
 from verl_like.trainer.validation import Validator
 from verl_like.trainer.weights import Weights
 

@@ -24,7 +24,7 @@ from verl_like.batch import MediaHandle, PromptRow, RewardFailure, Rollouts, Sco
 from verl_like.config import PPOConfig
 from verl_like.config.errors import ConfigError
 from verl_like.episodes.collector import Collector
-from verl_like.episodes.pending import PendingBatch
+from verl_like.episodes.pending_scores import PendingBatch
 from verl_like.observe.redaction import hidden
 from verl_like.trainer.folders import log_dir
 from verl_like.trainer.roles import RoleGroup

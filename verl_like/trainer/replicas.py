@@ -18,7 +18,7 @@ from verl_like.rollout.client import RolloutClient
 from verl_like.rollout.link import SocketLink
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutError
 from verl_like.rollout.router import Router
-from verl_like.trainer.fleet import Fleet, FleetPending, Replica, ReplicaLost
+from verl_like.trainer.replica_group import Fleet, FleetPending, Replica, ReplicaLost
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

@@ -15,6 +15,7 @@ from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.errors import RunStopped
 from verl_like.config.roles import ACTOR
 from verl_like.observe.health_watch import HealthWatch
+from verl_like.observe.live_display import Progress
 from verl_like.observe.metrics import (
     domain_metrics,
     perf_metrics,
@@ -22,7 +23,6 @@ from verl_like.observe.metrics import (
     sequence_balance_metrics,
     training_metrics,
 )
-from verl_like.observe.progress import Progress
 from verl_like.observe.samples import (
     Decoder,
     Sample,

@@ -23,7 +23,7 @@ from verl_like.config.errors import raise_if_any
 from verl_like.config.roles import RoleConfig, roles_of
 from verl_like.config.schema import keys, to_dict
 from verl_like.observe.redaction import redacted_tree
-from verl_like.remote import RemoteFolder, is_remote
+from verl_like.remote_storage import RemoteFolder, is_remote
 from verl_like.small_files import parse_object, read_object, read_yaml
 
 logger = logging.getLogger(__name__)

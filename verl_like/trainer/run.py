@@ -35,7 +35,7 @@ from verl_like.trainer.free_folder import with_free_folder
 from verl_like.trainer.nsight import check_nsight, restart_under_nsight
 from verl_like.trainer.own_code import check_given, with_reward
 from verl_like.trainer.ppo import PPOTrainer
-from verl_like.trainer.told import closing_text, cpu_seconds, process_age, ready_text
+from verl_like.trainer.start_messages import closing_text, cpu_seconds, process_age, ready_text
 from verl_like.trainer.workers import Launcher
 
 logger = logging.getLogger(__name__)

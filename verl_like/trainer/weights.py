@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from verl_like.cluster.worker_group import WorkerGroup
 from verl_like.config.roles import ROLLOUT
-from verl_like.trainer.fleet import Fleet, Replica, ReplicaLost
+from verl_like.trainer.replica_group import Fleet, Replica, ReplicaLost
 from verl_like.weight_sync.header import Wanted
 from verl_like.weight_sync.verdict import SyncReport, WeightSyncError, verdict
 

@@ -13,10 +13,10 @@ from verl_like.config import PPOConfig
 from verl_like.config.errors import ConfigError
 from verl_like.config.pools import MAIN_POOL, Pool
 from verl_like.config.roles import ROLLOUT
-from verl_like.trainer.fleet import Fleet, Replica
 from verl_like.trainer.folders import log_dir, profile_dir
 from verl_like.trainer.nsight import worker_runtime_env
-from verl_like.trainer.told import start_phase
+from verl_like.trainer.replica_group import Fleet, Replica
+from verl_like.trainer.start_messages import start_phase
 from verl_like.workers.spec import WorkerSpec
 
 if TYPE_CHECKING:

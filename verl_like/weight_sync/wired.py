@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_like.progress import span
+from verl_like.heartbeat import span
 from verl_like.rollout.wire import Socket, Wire
 from verl_like.weight_sync.channel import DEADLINE_S, ChannelError, Stream, filled, room_for, taken_out
 from verl_like.weight_sync.header import Header

@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 
 from verl_like.cluster.lifecycle import die_with_parent
+from verl_like.heartbeat import DRIVER, span
 from verl_like.parallel.dist import all_reduce_max
-from verl_like.progress import DRIVER, span
 from verl_like.rollout.base import RolloutEngine
 from verl_like.rollout.rollout_engine import (
     Completion,
@@ -44,7 +44,7 @@ from verl_like.rollout.rollout_engine import (
     Sampled,
     WeightLoadError,
 )
-from verl_like.rollout.travel import heard, told
+from verl_like.rollout.wire_errors import heard, told
 from verl_like.weight_sync.channel import ChannelError
 from verl_like.weight_sync.header import Header
 from verl_like.weight_sync.ipc import IpcReceiver, IpcSender

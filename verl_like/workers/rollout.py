@@ -15,9 +15,9 @@ from verl_like.cluster.worker_group import RankEnv
 from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.config.engines import ENGINES
 from verl_like.config.rollout import reads_text
+from verl_like.heartbeat import DRIVER, span
 from verl_like.models.loading import load_hf_config
 from verl_like.parallel.dist import ProcessInfo, init_distributed
-from verl_like.progress import DRIVER, span
 from verl_like.rollout.base import RolloutEngine
 from verl_like.rollout.build import build_rollout_engine
 from verl_like.rollout.link import LinkServer

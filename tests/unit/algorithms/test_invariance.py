@@ -38,7 +38,7 @@ from verl_like.algorithms.preparation import prepare_batch, prepare_minibatch
 from verl_like.batch import Denominators, Experience, Metric, merge_metrics
 from verl_like.config import ActorConfig, AlgorithmConfig
 from verl_like.config.enums import LOSS_MODES
-from verl_like.ragged import on_rows
+from verl_like.flat_columns import on_rows
 
 WIDTH = 8
 

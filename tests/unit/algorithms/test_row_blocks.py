@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.unit.algorithms.builders import evaluated, rollouts, scores
-from verl_like import ragged
+from verl_like import flat_columns
 from verl_like.algorithms import advantages, masked
 from verl_like.algorithms.experience import make_experience
 from verl_like.algorithms.masked import masked_var, masked_whiten, token_spread
@@ -18,7 +18,7 @@ CORRECTION = {"rollout_is_threshold": 1.2, "rollout_rs": "token_k1", "rollout_rs
 
 def cut_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of one row, or group, each."""
-    for module, name in ((masked, "_BLOCK"), (ragged, "_BLOCK"), (advantages, "_LOOP_BLOCK")):
+    for module, name in ((masked, "_BLOCK"), (flat_columns, "_BLOCK"), (advantages, "_LOOP_BLOCK")):
         monkeypatch.setattr(module, name, 1)
 
 

@@ -10,7 +10,7 @@ import pytest
 from verl_like.cluster import watchdog
 from verl_like.cluster.watchdog import Watchdog, Watched
 from verl_like.cluster.worker_group import WorkerStalled
-from verl_like.progress import DRIVER
+from verl_like.heartbeat import DRIVER
 
 LIMIT = 60.0
 

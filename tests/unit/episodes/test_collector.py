@@ -28,7 +28,7 @@ from verl_like.rewards.grading import RewardError
 from verl_like.rewards.reward_call import RewardOutcome
 from verl_like.rollout.fake_time import FakeTimeEngine, tokens_of
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutError, SamplingParams, request_seed
-from verl_like.rollout.travel import heard, told
+from verl_like.rollout.wire_errors import heard, told
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from verl_like.batch import Prompt
 from verl_like.config.environments import TEMPLATE_NAMES
 from verl_like.episodes.answering import Member
 from verl_like.episodes.episode import Episode
+from verl_like.episodes.ledger import conversation_metrics
 from verl_like.episodes.outcomes import Policies
 from verl_like.episodes.rows import assemble_rollouts
-from verl_like.episodes.tally import conversation_metrics
 from verl_like.plugins.agents.tools.tool_call import ToolError, ToolSpec
 from verl_like.plugins.agents.tools.toolbox import Toolbox
 

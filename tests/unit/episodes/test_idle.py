@@ -8,13 +8,13 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.unit.episodes.test_flow import Steps, rules
 
 from tests.unit.episodes.fleet import Rewards, collector, dataset, teaches
-from tests.unit.episodes.test_flow import Steps, rules
 from verl_like.batch import Prompt
 from verl_like.config import AlgorithmConfig
+from verl_like.episodes.async_source import IdleClock
 from verl_like.episodes.episode import Ask, Episode, SingleTurn
-from verl_like.episodes.flow import IdleClock
 from verl_like.rollout.client import Occupancy
 from verl_like.rollout.fake_time import FakeTimeEngine
 

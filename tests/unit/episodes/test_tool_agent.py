@@ -19,8 +19,8 @@ from verl_like.data.chat import PromptEncoder
 from verl_like.data.templates import TEMPLATES
 from verl_like.episodes.answering import Member
 from verl_like.episodes.episode import Episode
+from verl_like.episodes.ledger import conversation_metrics
 from verl_like.episodes.rows import assemble_rollouts
-from verl_like.episodes.tally import conversation_metrics
 from verl_like.plugins.agents.tool_agent import Bounds, ToolAgent
 from verl_like.plugins.agents.tool_calls.formats import parser_of
 from verl_like.plugins.agents.tools.tool_call import ToolSpec

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from verl_like.observe import progress
+from verl_like.observe import live_display
 from verl_like.observe.console import StepTable
 from verl_like.trainer import speed
 
@@ -78,5 +78,5 @@ def test_advice_is_given_again_after_a_pause_only(
 def test_floors_are_in_the_panel() -> None:
     metrics = {"timing_s/gen": 2.0, "timing_s/update_actor": 3.0, "timing_s/adv": 0.1, "timing_s/step": 6.0}
     floors = {"perf/floor_ratio/gen": 602.5, "perf/floor_ratio/update_actor": 1.46}
-    assert progress.floor_text(metrics | floors) == "update_actor 1.5x, gen >100x of the hardware's time"
-    assert progress.floor_text(metrics) == ""
+    assert live_display.floor_text(metrics | floors) == "update_actor 1.5x, gen >100x of the hardware's time"
+    assert live_display.floor_text(metrics) == ""

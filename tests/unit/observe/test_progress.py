@@ -9,8 +9,7 @@ import threading
 import pytest
 from rich.console import Console
 
-from verl_like.observe.logs import driver_console, setup_driver_logging
-from verl_like.observe.progress import (
+from verl_like.observe.live_display import (
     LiveProgress,
     NoProgress,
     PlainProgress,
@@ -19,6 +18,7 @@ from verl_like.observe.progress import (
     duration,
     sparkline,
 )
+from verl_like.observe.logs import driver_console, setup_driver_logging
 from verl_like.observe.timing import StepClock
 
 METRICS = {
@@ -235,7 +235,7 @@ def test_plain_progress_reports_a_phase_that_does_not_end(caplog: pytest.LogCapt
             if "gen running for" in record.getMessage():
                 seen.set()
 
-    logger, handler = logging.getLogger("verl_like.observe.progress"), Handler()
+    logger, handler = logging.getLogger("verl_like.observe.live_display"), Handler()
     logger.addHandler(handler)
     try:
         with (

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.listeners import listening
-from verl_like import gauges
+from verl_like import live_metrics
 from verl_like.config import TrainerConfig
 from verl_like.observe.prometheus import PrometheusTracker
 from verl_like.observe.trackers import build_trackers, check_trackers
@@ -37,7 +37,7 @@ def test_the_newest_values_are_served_on_this_machine_alone(tmp_path: Path) -> N
         trackers.log(2, {"actor/pg_loss": math.nan})
         pools = [Pool(), Pool()]
         for pool in pools:
-            gauges.show(pool)
+            live_metrics.show(pool)
         with urllib.request.urlopen(prometheus.address) as answer:
             families = {each.name: each for each in text_string_to_metric_families(answer.read().decode())}
         (loss,) = families["verl_like_actor_pg_loss"].samples
@@ -46,7 +46,7 @@ def test_the_newest_values_are_served_on_this_machine_alone(tmp_path: Path) -> N
         assert families["verl_like_val_core_x_acc_mean_1"].samples[0].value == 0.25
         (waiting,) = families["verl_like_now_pool_agent_program_calls_waiting"].samples
         assert waiting.value == 6, "of both"
-        gauges.hide(pools.pop())
+        live_metrics.hide(pools.pop())
         with urllib.request.urlopen(prometheus.address) as answer:
             assert "calls_waiting{" in (text := answer.read().decode()) and " 3.0" in text
         taken = TrainerConfig(prometheus_port=int(prometheus.address.split(":")[2].split("/")[0]))

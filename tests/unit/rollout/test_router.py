@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_like import gauges
+from verl_like import live_metrics
 from verl_like.rollout.client import Events, LocalLink
 from verl_like.rollout.fake_time import FakeTimeEngine, FakeTimeRollout, SimulatedLink, VirtualClock, tokens_of
 from verl_like.rollout.rollout_engine import (
@@ -111,7 +111,7 @@ def test_each_goes_to_the_one_that_has_least_to_do_whatever_happened_before(seed
 
 def test_what_is_in_hand_can_be_read_meanwhile() -> None:
     gc.collect()  # routers of other tests
-    before = gauges.readings().get("router/requests", 0)
+    before = live_metrics.readings().get("router/requests", 0)
     fleet = Fleet(3, capacity=2)
     for i in range(7):
         fleet.router.submit(request(i))
@@ -119,9 +119,9 @@ def test_what_is_in_hand_can_be_read_meanwhile() -> None:
     now = {name.removeprefix("router/"): value for name, value in fleet.router.gauges().items()}
     assert (now["replicas"], now["replicas_held"], now["replicas_idle"], now["replicas_lost"]) == (3, 1, 0, 0)
     assert (now["requests"], now["requests_running"]) == (7, 6)
-    assert gauges.readings()["router/requests"] == before + 7
+    assert live_metrics.readings()["router/requests"] == before + 7
     fleet.router.close()
-    assert gauges.readings().get("router/requests", 0) == before
+    assert live_metrics.readings().get("router/requests", 0) == before
 
 
 def test_what_ended_tells_what_to_expect_of_its_source() -> None:

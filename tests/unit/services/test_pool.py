@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.unit.rewards.test_manager import gone, write
-from verl_like import gauges
+from verl_like import live_metrics
 from verl_like.services.pool import WorkerPool
 from verl_like.services.service import Result, ServiceError, ServiceSpec
 
@@ -243,7 +243,7 @@ class TestGauges:
     def test_what_a_pool_has_in_hand_can_be_read_meanwhile(self, tmp_path: Path) -> None:
         def shown() -> dict[str, float]:
             start = "pool/counter/"
-            return {n.removeprefix(start): value for n, value in gauges.readings().items() if n.startswith(start)}
+            return {n.removeprefix(start): value for n, value in live_metrics.readings().items() if n.startswith(start)}
 
         assert not shown()
         with pool_of(tmp_path, noun="counter") as pool:

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from verl_like import remote
+from verl_like import remote_storage
 from verl_like.algorithms.kl import KLController
 from verl_like.checkpoint.layout import find_latest, read_trainer_state, step_of
 from verl_like.cluster.worker_group import GroupStopped
 from verl_like.config import PPOConfig
 from verl_like.config.errors import ConfigError, RunStopped
-from verl_like.remote import RemoteFolder
+from verl_like.remote_storage import RemoteFolder
 from verl_like.trainer.checkpoints import Checkpoints, NotFinite
 from verl_like.trainer.ppo import PPOTrainer
 from verl_like.trainer.state import TrainState
@@ -308,7 +308,7 @@ def test_a_checkpoint_whose_upload_failed_is_not_rotated_away(
         real(self, folder, *whose, **more)
 
     monkeypatch.setattr(RemoteFolder, "upload", upload)
-    monkeypatch.setattr(remote, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(remote_storage, "_PAUSE_S", 0.0)
     run = Run(tmp_path, max_actor_ckpt_to_keep=1, default_hdfs_dir=url)
     run.step(save=True)
     run.step(save=True)
@@ -333,7 +333,7 @@ def test_only_a_checkpoint_that_is_on_remote_storage_is_deleted_after_it_was_loa
     assert RemoteFolder(url, "k").steps() == [1]
     if not there:  # its upload was cut, or another run's is there
         storage = RemoteFolder(url, "k")
-        storage._fs.rm_file(f"{storage._root}/global_step_1/{remote.MARKER}")
+        storage._fs.rm_file(f"{storage._root}/global_step_1/{remote_storage.MARKER}")
     again = Run(here, resume=here / "global_step_1", default_hdfs_dir=url, del_local_ckpt_after_load=True)
     assert again.actor.weight == 1 and (here / "global_step_1").exists() != there
     assert ("is loaded, and deleted here" in caplog.text) == there
@@ -344,14 +344,14 @@ def test_two_runs_in_one_remote_folder_do_not_write_over_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They began at the same time; one that goes back behind a step on purpose makes that step again."""
-    monkeypatch.setattr(remote, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(remote_storage, "_PAUSE_S", 0.0)
     url = f"memory://{uuid.uuid4().hex}"
     runs = [Run(tmp_path / name, default_hdfs_dir=url) for name in "ab"]
     for run in runs:
         run.step(save=True)
         run.checkpoints.close()
     assert f"not uploaded: {tmp_path}/b/global_step_1" in caplog.text and "of another run (" in caplog.text
-    marker = RemoteFolder(url, "k").read(f"global_step_1/{remote.MARKER}")
+    marker = RemoteFolder(url, "k").read(f"global_step_1/{remote_storage.MARKER}")
     assert marker is not None and json.loads(marker)["run"] == runs[0].checkpoints._run
     caplog.clear()
     back = Run(tmp_path / "c", default_hdfs_dir=url, resume_mode="resume_path")

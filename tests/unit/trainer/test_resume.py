@@ -16,7 +16,7 @@ from verl_like.checkpoint.checksums import collect
 from verl_like.config import PPOConfig
 from verl_like.config.errors import ConfigError
 from verl_like.config.schema import to_dict
-from verl_like.remote import RemoteFolder
+from verl_like.remote_storage import RemoteFolder
 from verl_like.trainer.compose import save_resolved
 from verl_like.trainer.resume import changed_keys, fetch_resume, find_resume, processes_text, run_of
 

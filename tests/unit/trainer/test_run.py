@@ -22,7 +22,7 @@ from verl_like.trainer import main_ppo
 from verl_like.trainer import run as run_module
 from verl_like.trainer.reporting import writing
 from verl_like.trainer.run import run
-from verl_like.trainer.told import closing_text
+from verl_like.trainer.start_messages import closing_text
 
 live: list[Any] = []  # trainers of the fixture, the newest last
 

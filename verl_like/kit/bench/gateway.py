@@ -30,7 +30,7 @@ from verl_like.data.chat import PromptEncoder
 from verl_like.episodes.answering import Answering, Asker, Collection, Trail
 from verl_like.episodes.episode import SingleTurn
 from verl_like.episodes.loop import Arrivals
-from verl_like.garbage import settle
+from verl_like.gc_settings import settle
 from verl_like.kit.bench.bars import bar
 from verl_like.kit.bench.inputs import word_tokenizer
 from verl_like.kit.bench.report import Report, Row, finish

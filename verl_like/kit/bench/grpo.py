@@ -25,7 +25,7 @@ from verl_like.config import PPOConfig
 from verl_like.config.errors import ConfigError
 from verl_like.episodes.collector import Collector
 from verl_like.episodes.episode import Ask, Episode, Turn
-from verl_like.episodes.pending import PendingBatch
+from verl_like.episodes.pending_scores import PendingBatch
 from verl_like.kit.bench import phase
 from verl_like.kit.bench.bars import bars_of
 from verl_like.kit.bench.inputs import write_inputs

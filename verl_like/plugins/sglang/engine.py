@@ -20,7 +20,7 @@ from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.models.loading import load_tokenizer
 from verl_like.models.lora import adapters_apart
 from verl_like.plugins.sglang import compat, images
-from verl_like.remote import local_folder
+from verl_like.remote_storage import local_folder
 from verl_like.rollout.base import EngineSpec, SteppedRolloutEngine
 from verl_like.rollout.held_weights import Layout, checksums, held_by
 from verl_like.rollout.orders import lockstep_of

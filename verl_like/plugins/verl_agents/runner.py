@@ -16,7 +16,7 @@ from typing import Any
 
 from verl_like.batch import Prompt, PromptRow
 from verl_like.episodes.episode import Ask, Episode, EpisodeFailure, EpisodeRunner, Turn
-from verl_like.episodes.race import end
+from verl_like.episodes.first_n import end
 from verl_like.plugins.agents.tools.toolbox import fields_of
 from verl_like.plugins.verl_agents.messages import AgentLoopSpec, AgentReply, AgentRequest, Answered, Asked
 from verl_like.plugins.verl_agents.turns import turns_of

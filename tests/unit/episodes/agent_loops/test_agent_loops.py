@@ -12,8 +12,8 @@ import pytest
 from tests.unit.episodes.agent_loops.letters import END, Letters
 from tests.unit.episodes.agent_loops.loops import Policy, agent_loops, context_of, prompt, run, said
 from verl_like.episodes.answering import Member
+from verl_like.episodes.ledger import conversation_metrics
 from verl_like.episodes.rows import assemble_rollouts
-from verl_like.episodes.tally import conversation_metrics
 from verl_like.plugins.verl_agents.loading import read_loops
 from verl_like.plugins.verl_agents.messages import AgentLoopError
 from verl_like.plugins.verl_agents.runner import AgentLoops

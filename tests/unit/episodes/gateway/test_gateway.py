@@ -22,12 +22,12 @@ from tests.unit.episodes.test_tool_agent import END, TOKENIZER, prompt
 from verl_like.data.chat import PromptEncoder
 from verl_like.episodes.episode import Episode, EpisodeAborted
 from verl_like.episodes.rows import assemble_rollouts
+from verl_like.heartbeat import EPISODE
 from verl_like.plugins.agents.gateway.program import ProgramSpec
 from verl_like.plugins.agents.gateway.runner import Gateway
 from verl_like.plugins.agents.gateway.server import GatewayServer
 from verl_like.plugins.agents.gateway.session import Asked, Refused, Rules, Session
 from verl_like.plugins.agents.tool_calls.formats import parser_of
-from verl_like.progress import EPISODE
 from verl_like.rollout.rollout_engine import Completion, Sampled, SamplingParams
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'

@@ -24,10 +24,10 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from verl_like.episodes.episode import EpisodeAborted
+from verl_like.heartbeat import EPISODE
 from verl_like.plugins.agents.gateway import schema
 from verl_like.plugins.agents.gateway.protocols import Chat, Event, Messages, Responses
 from verl_like.plugins.agents.gateway.session import Asked, Message, Refused, Reply, Session, apart
-from verl_like.progress import EPISODE
 
 logger = logging.getLogger(__name__)
 _http_logger = logging.getLogger(f"{__name__}.http")

@@ -24,8 +24,8 @@ from typing import Any, TypeVar
 from verl_like.data.chat import PromptEncoder
 from verl_like.episodes.episode import Ask, Turn
 from verl_like.episodes.transcript import Transcript, without_end
+from verl_like.heartbeat import EPISODE
 from verl_like.plugins.agents.tool_calls.call import Parsed, ToolCallParser
-from verl_like.progress import EPISODE
 from verl_like.rollout.rollout_engine import NOTHING, Completion, SamplingParams
 
 Message = dict[str, Any]

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from verl_like.plugins.agents.tools.tool_call import ToolUnavailable
-from verl_like.services import leashed
+from verl_like.services import die_with_parent
 
-_LEASHED = str(Path(leashed.__file__).resolve())
+_LEASHED = str(Path(die_with_parent.__file__).resolve())
 _CLOSED = -32000  # the SDK's code for a connection that has ended
 _MAX_STARTS = 3  # without a good call between them
 _SAID_BYTES = 2000

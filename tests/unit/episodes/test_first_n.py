@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from verl_like.episodes import race
-from verl_like.episodes.race import all_of, first_of
+from verl_like.episodes import first_n
+from verl_like.episodes.first_n import all_of, first_of
 
 
 async def after(passes: int, value: Any) -> Any:
@@ -88,7 +88,7 @@ async def all_of_them(coroutines: list[Any]) -> Any:
 
 
 def test_who_does_not_end_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(race, "GRACE_S", 0.1)
+    monkeypatch.setattr(first_n, "GRACE_S", 0.1)
 
     async def stubborn() -> None:
         for _ in range(40):

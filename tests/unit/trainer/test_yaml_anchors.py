@@ -8,7 +8,7 @@ import pytest
 
 from verl_like.data.foreign import section_of
 from verl_like.trainer.compose import compose
-from verl_like.trainer.helper_sections import inline
+from verl_like.trainer.yaml_anchors import inline
 
 YAML = """
 _small: &small

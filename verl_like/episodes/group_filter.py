@@ -11,7 +11,7 @@ from verl_like.batch import PromptRow, Scores
 from verl_like.config import PPOConfig
 from verl_like.episodes.answering import Collection, Group, all_graded
 from verl_like.episodes.outcomes import Policies
-from verl_like.episodes.pending import of_rows, renumbered
+from verl_like.episodes.pending_scores import of_rows, renumbered
 from verl_like.episodes.rows import assemble_rollouts, episode_of_rows
 from verl_like.rewards.manager import RewardManager
 

@@ -24,13 +24,13 @@ from verl_like.config import PPOConfig
 from verl_like.config.batch_plan import prompts_in_flight
 from verl_like.data.loader import PromptLoader
 from verl_like.episodes.answering import Answering, Collection, Group
-from verl_like.episodes.choosing import PASSES_WITHOUT_BOUND
+from verl_like.episodes.dynamic_sampling import PASSES_WITHOUT_BOUND
 from verl_like.episodes.episode import SingleTurn
-from verl_like.episodes.judging import Judge
-from verl_like.episodes.kept import ByGroup, Kept
+from verl_like.episodes.group_filter import Judge
+from verl_like.episodes.ledger import Ledger, filter_metrics
 from verl_like.episodes.loop import Arrivals
+from verl_like.episodes.partial_responses import ByGroup, Kept
 from verl_like.episodes.staleness import Book
-from verl_like.episodes.tally import Ledger, filter_metrics
 from verl_like.rewards.manager import RewardManager
 from verl_like.rollout.client import Occupancy, RolloutClient
 from verl_like.rollout.rollout_engine import NOTHING, Sampled

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from verl_like import progress
-from verl_like.progress import DRIVER, Beacon, read_beacon, stacks_below
+from verl_like import heartbeat
+from verl_like.heartbeat import DRIVER, Beacon, read_beacon, stacks_below
 from verl_like.services.pool import WorkerPool
 from verl_like.services.service import ServiceSpec
 
 
 @pytest.fixture
 def beacon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Beacon:
-    monkeypatch.setattr(progress, "_WRITE_S", 0.0)
+    monkeypatch.setattr(heartbeat, "_WRITE_S", 0.0)
     return Beacon(tmp_path / "beacon", 100.0)
 
 
@@ -72,9 +72,9 @@ def test_a_process_that_is_stuck_in_native_code_can_be_read(tmp_path: Path) -> N
     """It holds the interpreter's lock for good: nothing of its own runs any more."""
     code = (
         "import ctypes, sys, pathlib\n"
-        "from verl_like import progress\n"
+        "from verl_like import heartbeat\n"
         "progress.publish(pathlib.Path(sys.argv[1]), 5.0)\n"
-        "with progress.span('sync', amount=7, whom='rank 3'):\n"
+        "with heartbeat.span('sync', amount=7, whom='rank 3'):\n"
         "    print('there', flush=True)\n"
         "    ctypes.PyDLL(None).pause()\n"
     )

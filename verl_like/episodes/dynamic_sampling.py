@@ -10,10 +10,10 @@ from verl_like.config import PPOConfig
 from verl_like.config.batch_plan import prompts_in_flight
 from verl_like.data.loader import PromptLoader
 from verl_like.episodes.answering import Collection, Group
-from verl_like.episodes.judging import Judge
+from verl_like.episodes.group_filter import Judge
+from verl_like.episodes.ledger import filter_metrics
 from verl_like.episodes.outcomes import Policies
 from verl_like.episodes.selection import CompletionOrder, DrawOrder, Limits, Selection
-from verl_like.episodes.tally import filter_metrics
 from verl_like.rewards.manager import RewardManager
 
 PASSES_WITHOUT_BOUND = 10  # max_num_gen_batches=0: a step that has seen all prompts ten times will not fill up

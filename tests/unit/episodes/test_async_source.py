@@ -22,10 +22,10 @@ from verl_like.config import AlgorithmConfig, FilterGroupsConfig
 from verl_like.config.asynchronous import AsyncTrainingConfig
 from verl_like.data.dataset import PromptDataset
 from verl_like.data.loader import read_prompts
-from verl_like.episodes import kept
+from verl_like.episodes import partial_responses
 from verl_like.episodes.answering import Collection, Trail
 from verl_like.episodes.episode import Ask, Episode, SingleTurn
-from verl_like.progress import EPISODE
+from verl_like.heartbeat import EPISODE
 from verl_like.rollout.fake_time import FakeTimeEngine, tokens_of
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutError, SamplingParams, request_seed
 
@@ -302,7 +302,7 @@ def test_a_resumed_run_goes_on_from_the_tokens_of_what_was_under_way(data: Promp
         state = through_json(made.state_dict())
         made.save_under_way(tmp_path)
         before = fleet.engines[0].fake.num_sampled
-    found = kept.read(tmp_path)
+    found = partial_responses.read(tmp_path)
     number_kept = sum(len(one.sampled) for samples in found.values() for one in samples.values())
     assert number_kept == before - sum(map(len, first.responses.values())) > 0
     with collector(data, engines=[engine()], asynchronous=rules(), total_steps=6) as (made, fleet):
@@ -353,12 +353,12 @@ def test_a_synchronous_run_goes_on_from_an_asynchronous_checkpoint(data: PromptD
 
 
 def test_tokens_of_a_checkpoint_come_back_as_they_were(data: PromptDataset, tmp_path: Path) -> None:
-    kept.write(tmp_path, {})
-    assert kept.read(tmp_path) == {} == kept.read(tmp_path / "nothing")
+    partial_responses.write(tmp_path, {})
+    assert partial_responses.read(tmp_path) == {} == partial_responses.read(tmp_path / "nothing")
     with collector(data, engines=[engine()], asynchronous=rules()) as (made, fleet):
         Steps(made, fleet).make(2)
         made.save_under_way(tmp_path)
-    for group, samples in kept.read(tmp_path).items():
+    for group, samples in partial_responses.read(tmp_path).items():
         for sample, one in samples.items():
             want = expected(group, sample)[: len(one.sampled)]
             assert one.sampled.token_ids.tolist() == want and one.sampled.token_ids.dtype == np.int32

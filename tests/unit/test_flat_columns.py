@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_like import ragged
-from verl_like.ragged import (
+from verl_like import flat_columns
+from verl_like.flat_columns import (
     Blocks,
     Side,
     flat_blocks,
@@ -122,7 +122,7 @@ def test_blocks_hold_each_row_once(lengths: list[int], groups: int, entries: int
 
 
 def test_flat_blocks_are_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ragged, "_BLOCK", 5)
+    monkeypatch.setattr(flat_columns, "_BLOCK", 5)
     found = list(flat_blocks(torch.tensor([3, 2, 1, 9, 0, 1])))
     assert [rows for rows, _ in found] == [slice(0, 2), slice(2, 3), slice(3, 4), slice(4, 6)]
     assert [tokens for _, tokens in found] == [slice(0, 5), slice(5, 6), slice(6, 15), slice(15, 16)]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.rewards.test_manager import gone
-from verl_like.services import leashed
+from verl_like.services import die_with_parent
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 PARENT = """
@@ -25,7 +25,7 @@ time.sleep(600)
 
 
 def test_it_ends_with_its_parent() -> None:
-    command = [sys.executable, "-c", PARENT, leashed.__file__]
+    command = [sys.executable, "-c", PARENT, die_with_parent.__file__]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
@@ -38,13 +38,13 @@ def test_it_ends_with_its_parent() -> None:
 def test_it_does_not_begin_when_its_parent_has_ended() -> None:
     ended = subprocess.Popen(["true"])
     ended.wait()
-    command = [sys.executable, "-I", leashed.__file__, str(ended.pid), "echo", "begun"]
+    command = [sys.executable, "-I", die_with_parent.__file__, str(ended.pid), "echo", "begun"]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 1 and run.stdout == ""
 
 
 def test_a_program_that_is_not_there_says_so() -> None:
     run = subprocess.run(
-        [sys.executable, "-I", leashed.__file__, str(os.getpid()), "/no/such"], capture_output=True, text=True
+        [sys.executable, "-I", die_with_parent.__file__, str(os.getpid()), "/no/such"], capture_output=True, text=True
     )
     assert run.returncode == 1 and run.stderr == "/no/such: No such file or directory\n"

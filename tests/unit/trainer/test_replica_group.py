@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from verl_like.cluster.worker_group import WorkerDied, WorkerError
-from verl_like.trainer.fleet import Fleet, Replica, ReplicaLost
+from verl_like.trainer.replica_group import Fleet, Replica, ReplicaLost
 
 
 class Pending:
@@ -117,7 +117,7 @@ def test_another_one_joins_when_it_is_built() -> None:
 def test_replacements_that_do_not_start_are_tried_ever_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     made, groups = fleet(broken=True)
     now = [1000.0]
-    monkeypatch.setattr("verl_like.trainer.fleet.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("verl_like.trainer.replica_group.time.monotonic", lambda: now[0])
     groups[1].dead = True
     with pytest.raises(ReplicaLost):
         made.call_all("m").wait()

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from verl_like import remote
-from verl_like.remote import MARKER, RemoteFolder, Uploader, local_folder, to_shared_memory
+from verl_like import remote_storage
+from verl_like.remote_storage import MARKER, RemoteFolder, Uploader, local_folder, to_shared_memory
 
 FILES = {"actor/model/a.bin": b"a" * 1000, "actor/huggingface/config.json": b"{}", "trainer_state.json": b"[1]"}
 
@@ -77,7 +77,7 @@ def test_sizes_are_compared(storage: RemoteFolder, tmp_path: Path, monkeypatch: 
 
 
 def test_uploads_run_behind_and_are_tried_again(storage: RemoteFolder, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(remote, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(remote_storage, "_PAUSE_S", 0.0)
     uploader, real, down, tries = Uploader(storage), storage.upload, [True], []
 
     def upload(folder: Path, *whose: Any, **more: Any) -> None:
@@ -102,14 +102,14 @@ def test_uploads_run_behind_and_are_tried_again(storage: RemoteFolder, tmp_path:
 def test_storage_that_was_away_gets_its_time_again(
     storage: RemoteFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(remote_storage, "_PAUSE_S", 0.0)
     uploader, path, real = Uploader(storage), checkpoint(tmp_path, 1), storage._fs.exists
     monkeypatch.setattr(storage._fs, "exists", _raises)
     uploader.start(path)
     assert uploader._failed(60.0) == [path] and storage.overdue_s < 0
     uploader.start(path)
     monkeypatch.setattr(storage._fs, "exists", lambda *names: time.sleep(0.3) or real(*names))
-    monkeypatch.setattr(remote, "_LAST_S", 5.0)
+    monkeypatch.setattr(remote_storage, "_LAST_S", 5.0)
     assert uploader.finish() == [] and storage.steps() == [1]
 
 
@@ -120,9 +120,9 @@ def _raises(*arguments: Any) -> bool:
 def test_storage_that_does_not_answer_holds_nothing_up(
     storage: RemoteFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(remote, "_FILE_S", 0.3)
-    monkeypatch.setattr(remote, "_LOOK_S", 0.05)
-    monkeypatch.setattr(remote, "_LAST_S", 0.5)
+    monkeypatch.setattr(remote_storage, "_FILE_S", 0.3)
+    monkeypatch.setattr(remote_storage, "_LOOK_S", 0.05)
+    monkeypatch.setattr(remote_storage, "_LAST_S", 0.5)
     answers, put = threading.Event(), storage._fs.put_file
     monkeypatch.setattr(storage._fs, "put_file", lambda *paths: answers.wait(60) and put(*paths))
     uploader, paths = Uploader(storage), [checkpoint(tmp_path, step) for step in (1, 2, 3)]
@@ -138,12 +138,12 @@ def test_storage_that_does_not_answer_holds_nothing_up(
     assert storage.overdue_s > late > 0.3
     monkeypatch.undo()
     answers.set()
-    monkeypatch.setattr(remote, "_LAST_S", 30.0)
+    monkeypatch.setattr(remote_storage, "_LAST_S", 30.0)
     assert uploader.finish() == [] and storage.steps() == [1, 2, 3]
 
 
 def test_a_model_is_fetched_once_and_again_when_it_changed(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(remote, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(remote_storage, "CACHE", tmp_path / "cache")
     source = tmp_path / "there" / "model"
     source.mkdir(parents=True)
     (source / "config.json").write_text("{}")
@@ -175,7 +175,7 @@ def test_what_cannot_be_reached_names_its_key(url: str, why: str) -> None:
 
 
 def test_a_model_in_shared_memory(tmp_path: Path, monkeypatch: Any, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(remote, "SHM", tmp_path / "shm" / "models")
+    monkeypatch.setattr(remote_storage, "SHM", tmp_path / "shm" / "models")
     folder = checkpoint(tmp_path, 1) / "actor"
     copy = to_shared_memory(folder, "model.use_shm")
     assert copy.is_relative_to(tmp_path / "shm") and (copy / "model/a.bin").read_bytes() == b"a" * 1000

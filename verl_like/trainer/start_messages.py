@@ -15,7 +15,7 @@ from pathlib import Path
 from verl_like.checkpoint.layout import find_latest
 from verl_like.checkpoint.lock import process_start
 from verl_like.config import PPOConfig
-from verl_like.observe.progress import duration
+from verl_like.observe.live_display import duration
 from verl_like.services.keeper import below
 
 logger = logging.getLogger(__name__)
