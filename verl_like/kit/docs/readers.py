@@ -80,7 +80,7 @@ def _annotated(annotation: ast.expr | None) -> Kinds:
     return frozenset(TYPES[n.id] for n in ast.walk(annotation) if isinstance(n, ast.Name) and n.id in TYPES)
 
 
-def _attribute_types(trees: dict[Path, ast.Module], scopes: dict[Path, list["_Nodes"]]) -> dict[str, Kinds]:
+def _attribute_types(trees: dict[Path, ast.Module], scopes: dict[Path, list[_Nodes]]) -> dict[str, Kinds]:
     """Attribute name -> config types it holds somewhere: class annotations and `self.x = argument`."""
     types: dict[str, Kinds] = defaultdict(frozenset)
     for tree in trees.values():
@@ -114,7 +114,7 @@ class _Nodes:
     reads: list[ast.Attribute]
 
     @classmethod
-    def of(cls, scope: ast.AST) -> "_Nodes":
+    def of(cls, scope: ast.AST) -> _Nodes:
         found = cls([], [], [])
         for node in ast.walk(scope):
             if isinstance(node, ast.Attribute):
