@@ -26,5 +26,5 @@ def test_every_request_is_answered_and_counted(tmp_path: Path) -> None:
 def test_lost_tokens_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     turns = Session.turns
     monkeypatch.setattr(Session, "turns", lambda self: turns(self)[1:])
-    with pytest.raises(RuntimeError, match="a session has 32 tokens"):
+    with pytest.raises(SystemExit, match="RuntimeError: a session has 32 tokens"):
         bench(tmp_path / "gateway.json", "gateway", "--sessions", "2", "--turns", "2", "--hostile-s", "1")

@@ -176,8 +176,8 @@ def narrow_window(monkeypatch: pytest.MonkeyPatch) -> None:
     attend = attention._attend
 
     def other(*given: Any) -> Tensor:
-        q, k, v, segments, scaling, dropout, window, softcap = given
-        return attend(q, k, v, segments, scaling, dropout, window and window - 1, softcap)
+        *tensors, how = given
+        return attend(*tensors, dataclasses.replace(how, window=how.window and how.window - 1))
 
     monkeypatch.setattr(attention, "_attend", other)
 

@@ -18,7 +18,7 @@ from verl_like.cluster.lifecycle import StopFlag
 from verl_like.config import PPOConfig
 from verl_like.config.errors import RunStopped
 from verl_like.kit.verbs import diff
-from verl_like.trainer import main_ppo
+from verl_like.trainer import command_line, main_ppo
 from verl_like.trainer import run as run_module
 from verl_like.trainer.reporting import writing
 from verl_like.trainer.run import run
@@ -147,7 +147,7 @@ def test_an_interrupt_ends_every_verb_in_one_line(
         raise error
 
     monkeypatch.setattr(diff, "read_configuration", interrupted)
-    monkeypatch.setattr(main_ppo, "run_main", interrupted)
+    monkeypatch.setattr(command_line, "run_main", interrupted)
     with pytest.raises(SystemExit) as ended:
         main_ppo.main() if verb == "main_ppo" else main(["diff", "a", "b"])
     assert ended.value.code == status and capsys.readouterr().err == told

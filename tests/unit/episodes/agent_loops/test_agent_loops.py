@@ -17,6 +17,7 @@ from verl_like.episodes.rows import assemble_rollouts
 from verl_like.plugins.verl_agents.loading import read_loops
 from verl_like.plugins.verl_agents.messages import AgentLoopError
 from verl_like.plugins.verl_agents.runner import AgentLoops
+from verl_like.user_code import UserCodeError
 
 SOURCE = """
     import asyncio, os, time
@@ -298,12 +299,12 @@ def test_the_loop_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ("mine: 1", "the file must hold a list of loops"),
         ("- {name: a, _target_: m.A}\n- {name: a, _target_: m.B}", r"\[1\]: a second loop is called a"),
         ("- {name: a, _target_: m.A, _partial_: true}", "_partial_ is not supported"),
-        ("- {", "while parsing"),
+        ("- {", "is not YAML: .*while parsing"),
     ],
 )
 def test_a_bad_list_of_loops_names_its_key(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "loops.yaml").write_text(text)
-    with pytest.raises(AgentLoopError, match=f"agent.agent_loop_config_path=.*loops.yaml: .*{message}"):
+    with pytest.raises((AgentLoopError, UserCodeError), match=f"agent.agent_loop_config_path=.*loops.yaml.*{message}"):
         read_loops(str(tmp_path / "loops.yaml"))
 
 
