@@ -73,7 +73,7 @@ def test_a_process_that_is_stuck_in_native_code_can_be_read(tmp_path: Path) -> N
     code = (
         "import ctypes, sys, pathlib\n"
         "from verl_like import heartbeat\n"
-        "progress.publish(pathlib.Path(sys.argv[1]), 5.0)\n"
+        "heartbeat.publish(pathlib.Path(sys.argv[1]), 5.0)\n"
         "with heartbeat.span('sync', amount=7, whom='rank 3'):\n"
         "    print('there', flush=True)\n"
         "    ctypes.PyDLL(None).pause()\n"
