@@ -21,9 +21,10 @@ from tests.e2e.support import main_ppo
 from tests.unit.trainer import bad_configurations as bad
 from verl_like.config.errors import ConfigError
 from verl_like.observe.logs import told_in_a_line
+from verl_like.plugins.sglang import compat
 from verl_like.rollout.rollout_engine import SamplingParams
 from verl_like.rollout.sampling import require_tokens_left
-from verl_like.trainer import build, start_checks
+from verl_like.trainer import build
 from verl_like.trainer.compose import compose, compose_with_warnings
 from verl_like.trainer.folders import check_output_folders
 from verl_like.trainer.resume import find_resume
@@ -177,7 +178,7 @@ def test_an_engine_that_is_not_installed(
     engine: str, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr(start_checks.compat, "installed", lambda: None)
+    monkeypatch.setattr(compat, "installed", lambda: None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else find_spec(name))
     text = refusal(bad.Bad(f"{bad.ROLLOUT}.name", engine), tmp_path, tiny_model)
     assert f"rollout.name={engine}: " in text and "installed" in text and "pip install" in text
