@@ -39,8 +39,11 @@ class ExternalChat:
         self._told = False
 
     async def run(self, prompt: Prompt, sample: int, ask: Ask) -> Episode:
-        """See EpisodeRunner. ServiceError where asking for other prompts is of no use; an episode is lost to any other
-        failure."""
+        """Answer the prompt with one request to the endpoint.
+
+        Raises ServiceError where further prompts would fail too (a wrong key, an unknown model); any other failure
+        loses this episode alone.
+        """
         if prompt.row.media:
             raise ServiceError("rollout.name=openai sends text alone, but rows have images")
         body = {"model": self._model, "messages": prompt.row.messages, **_fields(ask.sampling)}
@@ -83,23 +86,23 @@ class NoEngine:
     """The client of episodes that need none: a clock."""
 
     def submit(self, request: GenerationRequest) -> Any:
-        """See RolloutClient."""
+        """Raise RolloutError: no engine of this run samples tokens."""
         raise RolloutError(f"request {request.request_id}: rollout.name=openai samples no tokens")
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """See RolloutClient."""
+        """Do nothing: no request is ever in flight."""
 
     def snapshot(self) -> dict[str, Sampled]:
-        """See RolloutClient."""
+        """Return no partial responses: none is in flight."""
         return {}
 
     def serving_s(self) -> float:
-        """See RolloutClient."""
+        """Return the monotonic clock, as an engine that never pauses would."""
         return time.monotonic()
 
     def occupancy(self) -> Occupancy:
-        """See RolloutClient."""
+        """Report no replicas and no requests."""
         return Occupancy(replicas=0, held=0, idle=0, pending=0)
 
     def close(self) -> None:
-        """See RolloutClient."""
+        """Do nothing: there is no engine to shut down."""

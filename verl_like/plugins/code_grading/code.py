@@ -65,7 +65,7 @@ def compute_score(
 
 @dataclass(slots=True)
 class _Tally:
-    """What came of the tests so far."""
+    """Count of the tests run so far, and the first failure."""
 
     total: int
     passed: int = 0

@@ -139,7 +139,10 @@ def _accepted(value: Any) -> list[Any]:
 
 
 def same_output(got: str, expected: str) -> bool:
-    """The same words on the same lines, empty ones left out; numbers with a fraction may differ by 1e-6 (relative)."""
+    """Compare two outputs word by word and line by line.
+
+    Empty lines are left out; numbers with a fraction may differ by 1e-6 (relative).
+    """
     if got == expected:
         return True
     got_lines, expected_lines = _lines(got), _lines(expected)

@@ -1,11 +1,11 @@
-"""Where the code grader runs programs: in the sandbox of this machine, or in a remote one.
+"""Runners of the code grader: programs run in the sandbox of this machine, or in a remote one.
 
 Local: a jail serves many responses, for a program dies with its run. Remote: SandboxFusion's API, POST <url> {code,
 stdin, language, ...} (bytedance.github.io/SandboxFusion/docs/api/run-code-run-code-post). That sandbox runs one program
 at a time, so a function call travels as a program that reads its arguments and prints its result, and assert-style
 tests travel behind the code, in one program with it: code that means to cheat can pass these (docs/security.md).
 
-Results come one by one, in order; who stops reading stops the running.
+Results come one by one, in order; a caller that stops reading stops the running.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _read(reply: Any) -> dict[str, Any]:
 
 
 def _failure(reply: dict[str, Any]) -> TestResult | None:
-    """Why the program itself failed, or None when it ended well."""
+    """Convert the failure of a remote program to a test result; None when the program ended well."""
     if "TimeLimitExceeded" in reply["status"]:
         return TestResult(False, "timeout")
     if reply["status"] != "Finished" or reply["return_code"] != 0:
@@ -229,7 +229,7 @@ def _compare_call(text: str, test: CallTest) -> TestResult:
 
 
 def _failed(reply: dict[str, Any]) -> TestResult | None:
-    """Why a run in the jail failed, or None when it ended well."""
+    """Convert the failure of a run in the jail to a test result; None when the run ended well."""
     said = reply["stderr"].strip()[-_SHOWN_CHARS:]
     return None if reply["status"] == "ok" else TestResult(False, reply["status"], said)
 

@@ -1,4 +1,4 @@
-"""Where programs in responses are run: what the configuration says, brought to the graders and checked at the start."""
+"""Place where programs in responses run: read from the configuration, passed to the graders, checked at the start."""
 
 from __future__ import annotations
 

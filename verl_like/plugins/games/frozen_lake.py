@@ -75,7 +75,7 @@ class FrozenLake:
         return self._picture()
 
     def cells(self) -> list[list[str]]:
-        """What is on each tile, for drawing."""
+        """Name the content of each tile, for drawing."""
         return [[_NAMES[symbol] for symbol in row] for row in self._picture().split("\n")]
 
     def _level(self) -> tuple[list[str], tuple[int, int]]:

@@ -129,7 +129,7 @@ class OpenEnv:
 
 
 def _schema(url: str) -> dict[str, Any]:
-    """What the server's action has."""
+    """Fetch the JSON schema of the server's action. Raises ValueError where no OpenEnv server answers."""
     try:
         with _DIRECT.open(f"{url}/schema", timeout=_PATIENCE_S) as answer:
             found = json.load(answer)["action"]

@@ -96,7 +96,7 @@ class Sokoban:
         return self._picture(LOOKUP)
 
     def cells(self) -> list[list[str]]:
-        """What is on each tile, for drawing."""
+        """Name the content of each tile, for drawing."""
         return [[NAMES[number] for number in row] for row in self._numbers()]
 
     def _push(self, step: Place) -> None:

@@ -47,7 +47,7 @@ def compute_score(
 
 
 def is_solution(equation: str, numbers: list[int], target: int) -> bool:
-    """Whether the equation (a trailing `= target` is allowed) uses each number exactly once and gives the target."""
+    """Check that the equation uses each number exactly once and gives the target; a trailing `= target` is allowed."""
     left, *right = equation.translate(_OPERATOR_SIGNS).split("=")
     if len(equation) > MAX_EQUATION_CHARS or len(right) > 1:
         return False

@@ -54,7 +54,7 @@ _PIECES = re.compile(r"\\?[A-Za-z]+|[^A-Za-z]")
 
 
 def understood(truth: str, answer: str) -> bool:
-    """Whether an answer is made of commands, letters and signs of mathematics, or of the reference.
+    """True for an answer made only of commands, letters and signs of mathematics, or of pieces of the reference.
 
     Nothing in it then hides a part (\\phantom, \\color), names something else, or speaks in words.
     """
@@ -192,7 +192,7 @@ class _Parser:
         return ("factorial", node) if self._accept("!") else node
 
     def _script(self) -> Node:
-        """What ^ applies to: a group or an atom, with a sign if need be."""
+        """Parse the operand of ^: a group or an atom, with a sign if need be."""
         return ("neg", self._atom()) if self._accept("-") else self._atom()
 
     def _group(self) -> Node:

@@ -63,7 +63,7 @@ def real_value(node: Node) -> Any:
 
 
 def same(left: Node, right: Node) -> bool | None:
-    """Whether two trees have the same value everywhere. None: unknown."""
+    """Check that two trees have the same value everywhere. None: unknown."""
     if left == right:
         return True
     try:
@@ -76,7 +76,7 @@ def same(left: Node, right: Node) -> bool | None:
 
 
 def proportional(left: Node, right: Node) -> bool | None:
-    """Whether left = c * right with a constant c other than 0: then `left = 0` and `right = 0` are one equation."""
+    """Check that left = c * right with a constant c other than 0: then `left = 0` and `right = 0` are one equation."""
     try:
         ratios = []
         for point in _points(left, right):
@@ -91,7 +91,7 @@ def proportional(left: Node, right: Node) -> bool | None:
 
 
 def close_to(node: Node, value: Fraction, tolerance: Fraction) -> bool | None:
-    """Whether an expression without variables is real and within `tolerance` of a number."""
+    """Check that an expression without variables is real and within `tolerance` of `value`. None: unknown."""
     if symbols(node):
         return None
     try:

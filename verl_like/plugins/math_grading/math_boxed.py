@@ -46,7 +46,7 @@ def compute_score(
 
 
 def matches(ground_truth: Any, answer: str) -> tuple[bool, str]:
-    """Whether the answer equals the reference or one of several, and the comparison that decided."""
+    """Compare the answer with the reference, or each of several; return the verdict and the layer that decided."""
     verdicts = [compare(truth, answer) for truth in references(ground_truth)]
     verdict = next((v for v in verdicts if v.same), verdicts[0])
     return verdict.same, verdict.layer

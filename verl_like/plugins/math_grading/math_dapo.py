@@ -19,7 +19,10 @@ NO_ANSWER = "[INVALID]"  # verl's word
 
 
 def extract_answer(solution_str: str, *, boxed_fallback: bool = True) -> str | None:
-    """What stands after the last `Answer:` of the tail, or None."""
+    """Return the text after the last `Answer:` of the response's tail; None where there is none.
+
+    boxed_fallback: without `Answer:`, take the content of the last boxed expression.
+    """
     tail = solution_str[-TAIL_CHARS:]
     lines = _ANSWER.findall(tail)
     if lines:

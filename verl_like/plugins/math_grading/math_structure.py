@@ -151,7 +151,7 @@ def compare_relations(truth: str, answer: str, same: Same) -> bool | None:
 
 
 def _is_found(side: str, truth: str) -> bool:
-    """Whether what stands left of = says what the answer is, as x, a+b and \\angle ABC do.
+    """True where the left side of = names what the answer is, as x, a+b and \\angle ABC do.
 
     Not so 2+3, which is a number itself (nor (x-1)(x+2) for x^2-1), 2x, which leaves an equation to be
     solved, and words that are not known.

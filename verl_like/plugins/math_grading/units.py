@@ -114,12 +114,12 @@ def words_of(text: str) -> Set[str]:
 
 
 def says_more_than_the_number(text: str) -> bool:
-    """Whether words are left that no unit explains and that change what the number means: 5 squared, not 0."""
+    """True where a word is left that no unit explains and that changes the number's meaning: 5 squared, not 0."""
     return _CHANGES.search(text) is not None
 
 
 def compatible(truth: Quantity, answer: Quantity) -> bool:
-    """Whether two units do not contradict each other: one is missing, or they are the same."""
+    """True where two units do not contradict each other: one is missing, or they are the same."""
     units = ["percent" if side.percent else side.unit for side in (truth, answer)]
     return units[0] == units[1] or any(unit in ("", "unit", "unit2", "unit3") for unit in units)
 

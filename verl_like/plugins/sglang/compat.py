@@ -67,7 +67,7 @@ _declared: list[torch.library.Library] = []
 
 
 def folder() -> Path:
-    """Where SGLang is looked for besides this environment: a folder made by `pip install --target`."""
+    """Return the folder where SGLang is looked for besides this environment: made by `pip install --target`."""
     return Path(os.environ.get(FOLDER_VARIABLE) or Path(sys.prefix) / "sglang")
 
 
@@ -361,7 +361,7 @@ def stored_name(model: nn.Module, name: str, stored: Container[str]) -> str:
 
 
 def unpacked_linear(module: nn.Module) -> Tensor | None:
-    """Nothing is packed, without kernels for this CPU."""
+    """Return None: no layer has packed weights, as there are no kernels for this CPU."""
     return None
 
 

@@ -155,7 +155,10 @@ class SGLangRolloutEngine(SteppedRolloutEngine):
         """Each row notes the version of every token."""
 
     def weight_checksums(self, shapes: Mapping[str, torch.Size]) -> list[tuple[str, int]]:
-        """See RolloutEngine. Left out: stacked experts on CUDA, whose kernels may have moved numbers about."""
+        """Compute the checksum of every whole weight that the engine holds; collective over its tensor-parallel ranks.
+
+        Stacked experts on CUDA are left out: their kernels may have moved the numbers about.
+        """
         layout = Layout(dict(shapes), rank=self._rank, size=self._tp)
         parts = held_by(compat.runner_of(self._scheduler).model, layout, compat)
         group = None if self._lockstep is None else self._lockstep.group
@@ -185,8 +188,10 @@ class SGLangRolloutEngine(SteppedRolloutEngine):
                 self._step()
 
     def sleep(self, discard: bool = False) -> None:
-        """See RolloutEngine. Without CUDA or free_cache_engine the memory stays; whether weights are kept elsewhere is
-        decided at the start (rollout.sleep_level)."""
+        """Release the engine's memory. Without CUDA or free_cache_engine the memory stays.
+
+        discard: for the base class alone; the start decides whether weights are kept elsewhere (rollout.sleep_level).
+        """
         super().sleep(discard=discard)
         if self._sleep_mode and not self._asleep:
             with self._exclusive(), compat.alone(self._scheduler):

@@ -212,7 +212,7 @@ CHECKS: dict[str, Check] = {
 
 
 def obeys(name: str, arguments: dict[str, Any], text: str) -> bool:
-    """Whether the text obeys one instruction. ValueError for an unknown instruction or unfit arguments."""
+    """Check that the text obeys one instruction. Raises ValueError for an unknown instruction or unfit arguments."""
     if name not in CHECKS:
         raise ValueError(f"unknown instruction {name!r}; known are {', '.join(CHECKS)}")
     try:

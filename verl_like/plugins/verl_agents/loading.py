@@ -34,7 +34,7 @@ class LoopEntry:
 
 
 def all_loops(path: str | None, callback: str | None) -> dict[str, LoopEntry]:
-    """Those of the file, and the completion callback."""
+    """Collect the agent loops of the file, and the completion callback."""
     loops = read_loops(path) if path else {}
     if callback is not None:
         target = f"{CompletionCallbackLoop.__module__}:{CompletionCallbackLoop.__name__}"

@@ -1,4 +1,4 @@
-"""What travels between the trainer and a worker that runs agent loops."""
+"""Messages between the trainer and a worker that runs agent loops."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """What the policy sampled."""
+    """Tokens that the policy sampled for one request of a loop."""
 
     number: int
     token_ids: NDArray[np.int32]
@@ -51,7 +51,11 @@ class LoopRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentReply(Outcome):
-    """Where a loop is now. rows: what it returned, None while it runs."""
+    """State of a loop.
+
+    asked: new requests to the policy.
+    rows: the loop's result; None while it runs.
+    """
 
     asked: tuple[Asked, ...] = ()
     rows: tuple[LoopRow, ...] | None = None

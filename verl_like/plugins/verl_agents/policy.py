@@ -18,7 +18,7 @@ _HARMLESS = {"n": (1,), "logprobs": (True, False, 0, 1), "ignore_eos": (False,),
 
 
 class TokenOutput(list[int]):
-    """What `generate` returns: verl 0.5's list of ids, and later versions' object with `token_ids`, in one."""
+    """Result of `generate`: verl 0.5's list of ids, and later versions' object with `token_ids`, in one."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Policy:
 
     @property
     def is_busy(self) -> bool:
-        """Whether something that was asked has no answer yet."""
+        """True while a request has no answer yet."""
         return bool(self._waiting)
 
     async def generate(

@@ -60,7 +60,10 @@ class AgentLoops:
             raise
 
     async def run(self, prompt: Prompt, sample: int, ask: Ask) -> Episode:
-        """See EpisodeRunner."""
+        """Run the agent loop that the prompt's row names, or the default one, and convert its result to an episode.
+
+        Rows whose agent is no loop go to the other runner.
+        """
         name = prompt.row.agent or self._default
         if name not in self._names:
             return await self._others.run(prompt, sample, ask)
@@ -121,7 +124,7 @@ class _Running:
         return reply
 
     async def end(self) -> None:
-        """Nothing more is asked for, and the worker forgets the episode."""
+        """Cancel the requests in flight, and let the worker forget the episode."""
         self._pool.submit([AgentRequest(action="end", session=self._session)], session=self._session)
         self._pool.end_session(self._session)
         await end(self._sampling)
@@ -131,7 +134,10 @@ class _Running:
         return await asyncio.wrap_future(self._pool.submit([request], session=self._session)[0])
 
     async def _answers(self, patience: float) -> tuple[Answered, ...]:
-        """What has been sampled, in the order of asking; after so many seconds perhaps nothing."""
+        """Collect the completions that have arrived, in the order of asking.
+
+        patience: seconds to wait at most for the first one; none may arrive.
+        """
         if not self._sampling:  # the loop does not wait for the policy
             return ()
         done, _ = await asyncio.wait(self._sampling, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
@@ -171,7 +177,7 @@ def _changed(base: SamplingParams, wanted: dict[str, Any]) -> SamplingParams:
 
 
 def _shown(sampling: SamplingParams) -> dict[str, Any]:
-    """What verl's loops are given as sampling_params."""
+    """Convert the sampling parameters to the `sampling_params` that verl's loops are given."""
     greedy = sampling.greedy
     return {
         "temperature": 0.0 if greedy else sampling.temperature,

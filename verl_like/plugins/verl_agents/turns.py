@@ -1,4 +1,4 @@
-"""What an agent loop returned, as turns of exactly what the policy sampled in that episode. Pure.
+"""Conversion of an agent loop's result to turns of exactly what the policy sampled in that episode. Pure.
 
     context that was sent + what was sampled = beginning of prompt_ids + response_ids        (the proof, per completion)
 

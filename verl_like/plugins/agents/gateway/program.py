@@ -1,4 +1,4 @@
-"""What runs in a worker of the gateway: users' programs, many at a time, each with a base URL and a key of its own.
+"""Worker of the gateway: runs users' programs, many at a time, each with a base URL and an API key of its own.
 
     async def run(data, base_url, api_key, **more) -> float | dict | None      # or def: then it has a thread of its own
 
@@ -41,7 +41,12 @@ class ProgramError(ServiceError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramReply(Outcome):
-    """Where a program is. ended: with this reward (None: it gave none), and what else it says for the graders."""
+    """State of a program.
+
+    ended: the program has finished.
+    reward: the reward it returned; None if it returned none.
+    info: everything else it returned, for the graders.
+    """
 
     ended: bool = False
     reward: float | None = None
@@ -99,7 +104,7 @@ class ProgramService:
         self._tasks: dict[str, asyncio.Task[Any]] = {}
 
     async def call(self, payload: ProgramRequest) -> ProgramReply:
-        """How it stands with a program, after a moment."""
+        """Start, end or poll a program; a poll waits a moment for its result, then reports the program's state."""
         for stream in self._printed:
             stream.left = PRINTED_CHARS
         if payload.action == "start":
@@ -192,7 +197,7 @@ def _program(command: str) -> list[str]:
 
 
 def _named(run: Callable[..., Any]) -> list[str]:
-    """Which of the further arguments the function takes."""
+    """List the optional keyword arguments that the function accepts."""
     try:
         return [name for name in ("anthropic_base_url", "episode") if takes(run, name)]
     except (TypeError, ValueError):  # nothing that can be called, as check_call says; some compiled functions

@@ -43,7 +43,10 @@ class Gateway:
             raise
 
     async def run(self, prompt: Prompt, sample: int, ask: Ask) -> Episode:
-        """See EpisodeRunner."""
+        """Run one program against a session of its own, and return the episode that its requests made.
+
+        Raises the error that ended the session, EpisodeAborted for one. Program and session are ended in every case.
+        """
         await self.server.start()
         session, name = Session(self._rules, ask), f"program-{next(self._numbers)}"
         key = self.server.open(session)

@@ -49,7 +49,7 @@ _NO_RETRY = {"x-should-retry": "false"}  # the official clients would ask again 
 
 
 class _Connection(web.RequestHandler):
-    """What is no HTTP is told as JSON too, in the form of the API that was meant, as far as that is known."""
+    """HTTP handler that answers even malformed HTTP with JSON, in the form of the API that was meant if known."""
 
     def handle_error(
         self,
@@ -67,7 +67,7 @@ class _Connection(web.RequestHandler):
 
 
 class _Front(web.Server):
-    """Who may connect, and for how long without a request."""
+    """Low-level server that limits the connections, and how long one may stay without a request."""
 
     def __init__(self, handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> None:
         super().__init__(
@@ -100,12 +100,12 @@ class _Front(web.Server):
         super().connection_lost(handler, exc)
 
     def spoke(self, handler: Any) -> None:
-        """It has sent whole headers."""
+        """Stop the timer of a connection that has sent complete headers."""
         if (timer := self._silent.pop(handler, None)) is not None:
             timer.cancel()
 
     def rests(self, handler: Any, seconds: float = _IDLE_S) -> None:
-        """It has no request, or none any more, and is given so long for one."""
+        """Give a connection without a request `seconds` to send one, then drop it."""
         transport = self._connections.get(handler)
         if transport is not None and not transport.is_closing():
             self._silent[handler] = asyncio.get_running_loop().call_later(seconds, transport.abort)
@@ -305,7 +305,7 @@ def _line(event: Event) -> str:
 
 
 def _told(request: web.BaseRequest, error: BaseException, session: Session | None) -> tuple[int, dict[str, Any]]:
-    """What the program reads of an error: the status, and the body in the form of its API."""
+    """Convert an error to the HTTP status and the JSON body that the program reads, in the form of its API."""
     if isinstance(error, Refused):
         refused = error
     elif isinstance(error, EpisodeAborted) or (session is not None and error is session.failure):

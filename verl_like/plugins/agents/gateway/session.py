@@ -51,9 +51,13 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A request, whatever its protocol. most_calls: that its answer may show, None: all. forced: tools of which it must
-    call one, None: it need not. wants_usage: at the end of a stream. is_retry: the client says that it has asked this
-    before."""
+    """A request, whatever its protocol.
+
+    most_calls: tool calls that the answer may show; None: all.
+    forced: names of the tools, one of which the answer must call; None: no call is demanded.
+    wants_usage: the client wants the token counts at the end of a stream.
+    is_retry: the client says that it has sent this request before.
+    """
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
@@ -66,7 +70,7 @@ class Asked:
 
     @property
     def num_chars(self) -> int:
-        """Of all texts that the template is given."""
+        """Count the characters of all texts that the chat template is given."""
         calls = [message["tool_calls"] for message in self.messages if message.get("tool_calls")]
         others = json.dumps([self.tools, calls]) if self.tools or calls else ""
         return sum(len(message["content"]) for message in self.messages) + len(others)
@@ -74,8 +78,11 @@ class Asked:
 
 @dataclass(slots=True, eq=False)
 class Reply:
-    """What came back. message: in the form of OpenAI's chat interface. stopped: the text of the request's that ended
-    it, which the message does not have."""
+    """Answer of the engine to one request.
+
+    message: the answer in the form of OpenAI's chat interface.
+    stopped: the stop text of the request that ended the answer; `message` does not contain it.
+    """
 
     context_ids: list[int]
     completion: Completion
@@ -97,8 +104,13 @@ class Reply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What all sessions of a run share. total: most tokens of a request with its answer; response: of an answer.
-    requests: of an episode, None: any number. forced_as_auto: a demand for a call is served as if there were none."""
+    """Settings that all sessions of a run share.
+
+    response: most tokens of an answer.
+    total: most tokens of a request with its answer.
+    requests: most requests of an episode; None: any number.
+    forced_as_auto: serve a request that demands a tool call as if it demanded none.
+    """
 
     encoder: PromptEncoder
     parser: ToolCallParser
@@ -110,7 +122,7 @@ class Rules:
 
     @property
     def most_chars(self) -> int:
-        """Of a request. The bytes of its JSON may be twice as many."""
+        """Bound on the characters of one request. Its JSON may have twice as many bytes."""
         return _SPARE_CHARS + _TOKEN_CHARS * self.total
 
 
@@ -180,7 +192,7 @@ class Session:
         return reply
 
     def close(self) -> None:
-        """Nothing is asked any more."""
+        """Close the session: requests in flight are cancelled, and no further one is served."""
         self.closed = True
         for task in list(self._tasks):
             task.get_loop().call_soon_threadsafe(task.cancel)
@@ -357,7 +369,7 @@ def _turn(reply: Reply, place: int, number: int) -> Turn:
 
 
 def _forked(transcript: Transcript) -> Transcript:
-    """The same conversation, to go on from here in another way."""
+    """Copy a transcript, so that the copy can go on from here in another way."""
     other = copy.copy(transcript)
     other.messages = list(transcript.messages)
     other._history, other._ends = list(transcript._history), set(transcript._ends)
@@ -366,8 +378,10 @@ def _forked(transcript: Transcript) -> Transcript:
 
 
 def _digests(messages: Sequence[Message], tools: Any) -> list[str]:
-    """Of the first message, the first two, ...: equal for conversations that mean the same, however a client writes
-    them down again."""
+    """Hash every beginning of the conversation: the first message, the first two, and so on.
+
+    Digests are equal for conversations that mean the same, however a client writes them down again.
+    """
     hashed = hashlib.blake2b(json.dumps(tools, sort_keys=True).encode(), digest_size=16)
     found = []
     for message in messages:

@@ -30,7 +30,10 @@ def past_space(text: str, place: int) -> int:
 
 
 def json_end(text: str, start: int) -> int:
-    """Where the object or list that begins here ends; brackets in strings do not count. Raises Malformed."""
+    """Return the end of the object or list that begins at `start`. Raises Malformed.
+
+    Brackets in strings do not count.
+    """
     if text[start : start + 1] not in ("{", "["):
         raise Malformed("no JSON object")
     depth = 0
@@ -49,7 +52,10 @@ def json_end(text: str, start: int) -> int:
 
 
 def read_json(text: str, start: int, read: Callable[[Any], T]) -> tuple[T, int]:
-    """What `read` makes of the JSON that begins here, and the place behind it. Raises Malformed, with that place."""
+    """Parse the JSON at `start` with `read`, and return the result and the position behind it.
+
+    Raises Malformed, which carries that position where the JSON has an end.
+    """
     end = json_end(text, start)
     try:
         return read(json_value(text[start:end])), end

@@ -14,7 +14,7 @@ _NAME = re.compile(r"\s*+([^\s\[\]{}]++)\s*+(?:\[CALL_ID\][^\[{]*+)?+(?:\[ARGS\]
 
 
 class Mistral:
-    """Which of the two forms it is stands behind each `[TOOL_CALLS]`."""
+    """Parser of both forms: the text behind each `[TOOL_CALLS]` shows which one it is."""
 
     def parse(self, text: str) -> Parsed:
         return read_marked(text, _TAGS, _read_calls)

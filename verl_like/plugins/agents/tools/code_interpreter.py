@@ -104,7 +104,7 @@ class CodeInterpreter:
         return instance_id
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[str, None, dict]:
-        """What the code printed, errors included. Metrics: errors, seconds."""
+        """Run the code and return what it printed, errors included. Metrics: errors, seconds."""
         code, past = str(parameters.get("code", "")), self._past[instance_id]
         reply = self._ready().run_program(_PROGRAM, json.dumps({"past": past, "code": code}))
         said = reply["stdout"] + reply["stderr"]

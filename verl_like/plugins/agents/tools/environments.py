@@ -25,9 +25,15 @@ from verl_like.plugins.games.games import make
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What a row plays. tag: names it in metrics. max_steps: moves, then the episode is cut off. template: of each user
-    message, with ROLL's names in braces. history_length: each turn is a prompt of its own, with so many turns before
-    it; None: a conversation. render: folder for a GIF of the episode."""
+    """Environment that a row plays.
+
+    tag: name of the environment in metrics.
+    max_steps: moves after which the episode is truncated; None: any number.
+    template: form of each user message, with ROLL's names in braces.
+    history_length: number of earlier turns in each prompt, where every turn is a prompt of its own; None: the episode
+        is one growing conversation.
+    render: folder for a GIF of the episode.
+    """
 
     kind: str
     tag: str
@@ -45,7 +51,10 @@ class Settings:
 
     @classmethod
     def of(cls, row: Mapping[str, Any], default: str | None) -> Settings:
-        """Of a row's fields. ValueError where neither it nor `default` names an environment."""
+        """Read the settings from a row's fields.
+
+        Raises ValueError where neither the row nor `default` names an environment.
+        """
         extra = row["extra_info"] or {}
         own = {name: value for name, value in (extra.get(ROW_KEY) or {}).items() if value is not None}
         if odd := sorted(own.keys() - {each.name for each in fields(cls)}):
@@ -112,7 +121,7 @@ class EnvironmentWorker:
         raise ValueError(f"the environment answers messages and has no tool, also none that is called {name}")
 
     async def respond(self, session: str, messages: list[Message]) -> ToolOutcome:
-        """What follows the model's last message, and the reward of that."""
+        """Play the model's last message as a move, and return the environment's answer with the move's reward."""
         playing = self._live[session]
         settings, message = playing.settings, messages[-1]
         step = await self.move(playing, message)

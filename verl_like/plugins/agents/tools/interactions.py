@@ -67,7 +67,10 @@ class Interactions:
         raise ValueError(f"simulated users have no tool, also none that is called {name}")
 
     async def respond(self, session: str, messages: list[dict[str, Any]]) -> ToolOutcome:
-        """What the user says to the last message, and what it gives for that. TypeError for another form of answer."""
+        """Return the simulated user's answer to the last message, and its reward.
+
+        Raises TypeError for another form of answer.
+        """
         user, settings = self._live[session]
         value = await user.generate_response(session, messages, **settings)
         if not isinstance(value, tuple) or len(value) != 4:
@@ -85,7 +88,10 @@ class Interactions:
 
 
 def interaction_kwargs(extra_info: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a row; empty where it has no simulated user. A table's column has None for what only other rows have."""
+    """Collect a row's arguments for its simulated user; empty where it has none.
+
+    None values are left out: a table's column has them for keys that only other rows use.
+    """
     return {name: value for name, value in (extra_info.get("interaction_kwargs") or {}).items() if value is not None}
 
 

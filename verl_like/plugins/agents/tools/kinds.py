@@ -102,7 +102,7 @@ class NativeTool:
 
 
 class Stateless:
-    """What tools have in common that live for their calls alone: nothing begins, and nothing is lost at the end."""
+    """Base of tools that live for their calls alone: no set-up when an episode begins, no state to drop at its end."""
 
     stateful = False
 
@@ -188,7 +188,7 @@ async def state_of(thing: Any) -> int | None:
 
 
 def outcome_of(value: Any) -> ToolOutcome:
-    """What a tool returned: a response, or (response, reward, metrics)."""
+    """Convert a tool's return value to an outcome; the value is a response, or (response, reward, metrics)."""
     response, reward, metrics = text.split_value(value)
     media = media_of(response)
     said = str(response.text or "") if media else text.to_text(response)
@@ -200,7 +200,7 @@ def _named(reward: float | None, name: str) -> dict[str, float | str | None]:
 
 
 def _is_own(tool: Any, method: str) -> bool:
-    """Whether a tool has a method beyond that of verl's base class, which gives 0 for everything."""
+    """True where a tool overrides the method of verl's base class, which gives 0 for everything."""
     return getattr(getattr(type(tool), method, None), "__module__", "verl.tools.base_tool") != "verl.tools.base_tool"
 
 

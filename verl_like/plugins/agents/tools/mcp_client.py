@@ -115,7 +115,7 @@ class McpServer:
         return result
 
     async def _answer(self, request: Any, timeout: float) -> Any:
-        """What the server answers; ToolUnavailable, and the connection is dropped, where nothing comes."""
+        """Await the server's answer. Where none comes, drop the connection and raise ToolUnavailable."""
         from mcp import MCPError
 
         holder, asked = self._holder, asyncio.ensure_future(request)
@@ -220,7 +220,7 @@ class _LastWords:
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[TextIO]:
-        """What the server is given."""
+        """Open a stream for the server to write to."""
         reading, writing = os.pipe()
         threading.Thread(target=self._read, args=(reading,), daemon=True).start()
         with os.fdopen(writing, "w") as stream:
@@ -236,7 +236,7 @@ class _LastWords:
 
 
 def _leaves(error: BaseException | None) -> list[str]:
-    """What went wrong, without the groups that the SDK's tasks wrap it in."""
+    """List the errors inside the exception groups that the SDK's tasks wrap them in."""
     if isinstance(error, BaseExceptionGroup):
         return [text for each in error.exceptions for text in _leaves(each)]
     return [] if error is None else [f"{type(error).__name__}: {error}"]

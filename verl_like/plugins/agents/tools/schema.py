@@ -88,7 +88,7 @@ def _describe(schema: dict[str, Any], text: str) -> None:
 
 
 def _read_docstring(doc: str) -> tuple[str, dict[str, str]]:
-    """What stands before the first section, and the text of each argument."""
+    """Split a docstring into the text before the first section, and the text of each argument."""
     summary: list[str] = []
     described: dict[str, str] = {}
     section, indent, current = "", 0, ""
@@ -156,7 +156,7 @@ def plain_schema(schema: Any) -> dict[str, Any]:
 
 
 def bad_arguments(schema: dict[str, Any], arguments: Any) -> str:
-    """Why a tool cannot be called like this, for the model to read; "" if it can. Types are left to the tool."""
+    """Explain to the model why a tool cannot be called with these arguments; "" if it can. Types are not checked."""
     name = schema["function"]["name"]
     if not isinstance(arguments, dict):
         return f"Invalid arguments for '{name}': they must be a JSON object"

@@ -1,4 +1,4 @@
-"""What runs in a tool worker: the tools, and the episodes that have begun there."""
+"""Service of a tool worker: the tools, and the episodes that have begun there."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ class ProgramOutput:
         threading.Thread(target=self._pass_on, args=(reading,), daemon=True).start()
 
     def real(self) -> TextIO:
-        """Where the descriptor led before: for what the tools themselves print."""
+        """Open the descriptor's original target, for the tools' own output."""
         return open(self._real, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
 
     def _pass_on(self, reading: int) -> None:

@@ -1,4 +1,4 @@
-"""What becomes of a tool's value: text for the model, a reward, metrics. Pure functions, without packages of others."""
+"""Conversion of a tool's value to text for the model, a reward and metrics: pure functions, no third-party packages."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _plain(value: Any) -> float | str | None:
 
 
 def has_reward(value: Any) -> bool:
-    """Whether the value of an environment's method is (text, reward), perhaps with metrics, and not a tuple of data."""
+    """True where an environment's method returned (text, reward), perhaps with metrics, and not a tuple of data."""
     return isinstance(value, tuple) and len(value) in (2, 3) and type(value[1]) in (int, float)
 
 

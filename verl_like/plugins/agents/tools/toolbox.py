@@ -114,11 +114,11 @@ class Toolbox:
         return self._submit(request, stateful=name in self._with_state)
 
     def has_user(self, row: PromptRow) -> bool:
-        """Whether a simulated user, or an environment (`acts`), answers the model in this row's episodes."""
+        """True where a simulated user, or an environment (`acts`), answers the model in this row's episodes."""
         return self.acts or bool(self.interactions and interaction_kwargs(row.extra_info))
 
     def respond(self, session: str, messages: list[dict[str, Any]]) -> Future[ToolOutcome]:
-        """What the simulated user says to a conversation that ends with the model's message."""
+        """Ask the simulated user for the answer to a conversation that ends with the model's message."""
         return self._submit(ToolRequest(action="respond", session=session, messages=messages))
 
     def end(self, session: str, label: str = "") -> Future[ToolOutcome]:

@@ -55,7 +55,7 @@ class Jail:
         self.layers: list[str] | None = None
 
     def wait_until_ready(self) -> list[str]:
-        """What protection was put up, by name."""
+        """Wait until the jail is up, and list its protective layers by name."""
         if self.layers is None:
             self.layers = list(self._receive(_START_S)["layers"])
         return self.layers

@@ -1,4 +1,4 @@
-"""How well the sandbox locks programs up on this machine: found by trying to get out."""
+"""Probe of the sandbox: measures how well it locks programs up on this machine, by trying to get out."""
 
 from __future__ import annotations
 
@@ -53,7 +53,10 @@ print(json.dumps(found))
 
 @dataclass(frozen=True, slots=True)
 class Assessment:
-    """What the sandbox is worth here. `escapes`: attempt -> "possible", or the error that stopped it."""
+    """Strength of the sandbox on this machine.
+
+    escapes: for each attempt to get out, "possible" or the error that stopped it.
+    """
 
     level: str  # one of LEVELS, or "none"
     layers: tuple[str, ...]

@@ -86,7 +86,7 @@ _STREAM_PAIRS = tuple(1 | cloexec | nonblock for cloexec in (0, 0x80000) for non
 
 
 def supported() -> bool:
-    """Whether there is a filter for this machine."""
+    """True where there is a filter for this machine's architecture."""
     return os.uname().machine in _MACHINES
 
 

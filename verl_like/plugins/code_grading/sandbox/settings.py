@@ -1,4 +1,4 @@
-"""What a program may use, and how well it is locked up. Standard library only."""
+"""Limits of a program's resources, and how strictly it is locked up. Standard library only."""
 
 from __future__ import annotations
 

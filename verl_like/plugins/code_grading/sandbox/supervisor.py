@@ -25,7 +25,7 @@ _CLEANING_S = 2.0  # what takes longer to delete goes with the jail
 
 
 class _Output:
-    """What arrives through one pipe, up to a limit."""
+    """Bytes read from one pipe, up to a limit."""
 
     def __init__(self, descriptor: int, limit: int) -> None:
         self.descriptor, self.limit = descriptor, limit
@@ -33,7 +33,7 @@ class _Output:
         self.over = False
 
     def read(self) -> bool:
-        """Whether more may come."""
+        """Read once from the pipe. True if more may come."""
         data = os.read(self.descriptor, 65536)
         self.data += data[: max(0, self.limit - len(self.data))]
         self.over = self.over or (len(data) > 0 and len(self.data) >= self.limit)

@@ -36,7 +36,10 @@ class Zygote:
         return self._answer()
 
     def end(self, pid: int, *, wait: bool) -> int:
-        """How a process ended, as subprocess.returncode has it. wait: it is about to end; otherwise it is killed."""
+        """Reap a process and return its code, as subprocess.returncode has it.
+
+        wait: the process is about to end by itself; otherwise it is killed.
+        """
         self._control.send(json.dumps({"end": pid, "wait": wait}).encode())
         return self._answer()
 

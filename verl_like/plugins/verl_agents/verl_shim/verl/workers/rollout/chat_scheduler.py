@@ -26,7 +26,7 @@ class CompletionCallback(ABC):
 
     @property
     def tool_schemas(self) -> list[dict[str, Any]]:
-        """What the chat template shows of the tools."""
+        """Schemas of the tools, as the chat template shows them."""
         return self._tool_schemas
 
     @property
