@@ -104,7 +104,7 @@ def evaluate(config: PPOConfig) -> Evaluation:
 
 
 class _NoReplica:
-    """See `episodes.collector.Replicas`: episodes that ask no engine."""
+    """Stand-in for the replicas (`episodes.collector.Replicas`) of episodes that ask no engine."""
 
     def sample(self, work: Callable[[RolloutClient], Future[T]]) -> T:
         """Wait for what `work` does elsewhere."""

@@ -33,8 +33,12 @@ _OF_THE_FOLDER = {"config.json", "lora_train_meta.json", "fsdp_config.json"}  # 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """How to export. dtype: None keeps what is stored. base: where the weights under an adapter lie (None: where the
-    run had them). merge: add an adapter into them; otherwise it is written as the peft library reads it."""
+    """Options of an export.
+
+    dtype: precision of the weights; None keeps the stored one.
+    base: folder of the weights under an adapter; None: the one that the run had.
+    merge: add an adapter into the weights; otherwise it is written as the peft library reads it.
+    """
 
     dtype: str | None = None
     merge: bool = True

@@ -179,7 +179,7 @@ def _of_tensors(
 
 
 def _of_metrics(step: int, first: dict[str, Any], second: dict[str, Any], tolerance: float) -> Iterator[Difference]:
-    """Those of the models: the others are of what was compared already, or of time."""
+    """Compare the models' metrics. The other metrics follow from what was compared already, or are times."""
     for name in sorted(name for name in first.keys() & second.keys() if name.startswith(("actor/", "critic/"))):
         # metrics.jsonl has null where a number is not finite
         a, b = (math.nan if value is None else value for value in (first[name], second[name]))

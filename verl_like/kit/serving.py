@@ -99,7 +99,7 @@ def served(
 
 
 class OneReplica:
-    """See `episodes.collector.Replicas`."""
+    """Replicas of the collector's protocol (`episodes.collector.Replicas`): one engine, in this process."""
 
     def __init__(self, engine: RolloutEngine) -> None:
         self.engine = engine

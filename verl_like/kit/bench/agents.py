@@ -74,8 +74,11 @@ async def wait() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What is played. lengths: tokens of each turn of each episode; a tool call of tool_s seconds follows every turn
-    but the last."""
+    """Episodes to play.
+
+    lengths: tokens of each turn of each episode; every turn but the last is followed by a tool call.
+    tool_s: seconds that a tool call takes.
+    """
 
     lengths: tuple[tuple[int, ...], ...]
     tool_s: float
@@ -324,7 +327,7 @@ class _TimedToolbox:
 
 
 class _ClockSelector(selectors.DefaultSelector):
-    """Of an event loop whose time is a VirtualClock's: where it would wait, the next thing happens."""
+    """Selector for an event loop on a VirtualClock's time: where it would wait, the clock's next event happens."""
 
     def __init__(self, clock: VirtualClock) -> None:
         super().__init__()

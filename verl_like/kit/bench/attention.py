@@ -78,7 +78,7 @@ def lengths_within(workload: Workload, num_tokens: int) -> list[int]:
 
 
 def layer_flops(shape: ModelShape, lengths: list[int]) -> float:
-    """Of one layer's forward pass."""
+    """Operations of the forward pass of one layer's attention."""
     cost = ModelCost.of(model_config(shape, max(lengths)))
     return sum(cost.attention_flops(length) for length in lengths) / len(cost.windows)
 

@@ -45,7 +45,7 @@ def _on_h200(is_model: dict[str, bool], is_load: dict[str, bool], figures: dict[
 
 
 def _of_update(report: Report) -> Iterator[str]:
-    """Of the fastest row of each kind. An MFU counts no token whose prompt was shared."""
+    """State the bars of `bench update` with the fastest row of each kind. MFU counts no token of a shared prompt."""
     rows = [row for row in report.rows if row.seconds]
     ranks = report.work["ranks"]
     if "H200" in str(report.hardware["device"]) and report.work["model"] == asdict(MODELS["1.5b"]) and ranks == 1:

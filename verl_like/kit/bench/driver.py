@@ -1,4 +1,4 @@
-"""What the driver itself costs a step: seconds and memory of everything between the engines and the update.
+"""Cost of the driver itself in a step: seconds and memory of everything between the engines and the update.
 
     verl-like bench driver                                 # 1,024 prompts x 8, mean 2,300 tokens, at most 4,096
     verl-like bench driver --mean 8000 --longest 32768
@@ -294,7 +294,7 @@ def _prompt(number: int, source: random.Random) -> Prompt:
 
 
 def _messages(lengths: Sequence[int]) -> list[bytes]:
-    """What the links bring, as bytes."""
+    """Pickle responses of these lengths, as the links to the replicas deliver them."""
     ended = [
         Completion(
             request_id=str(number),

@@ -32,8 +32,10 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """What builds the engine, in its process. Picklable. local_rank: of its process group of one, if that is
-    another process; it chooses the GPU."""
+    """Settings that build the engine in its process. Picklable.
+
+    local_rank: rank in its process group of one, if it has a process of its own; it chooses the GPU.
+    """
 
     rollout: RolloutConfig
     model: ModelConfig
@@ -47,7 +49,7 @@ class EngineSettings:
 
 @dataclass(slots=True)
 class Hosted:
-    """What there is in an engine's process."""
+    """Objects in an engine's process."""
 
     rollout: RolloutEngine
     receiver: WeightReceiver
@@ -114,7 +116,7 @@ def _end(engine: Hosted) -> None:
 
 
 def wanted(engine: Hosted) -> Wanted:
-    """See WeightReceiver."""
+    """Ask the engine's receiver for the form in which it wants weights."""
     return engine.receiver.wanted()
 
 
@@ -126,7 +128,7 @@ def join(engine: Hosted, kind: str, way: Way) -> None:
 
 
 def receive(engine: Hosted) -> Receipt:
-    """See WeightReceiver."""
+    """Let the engine's receiver take the next update from the channel."""
     assert engine.channel is not None
     return engine.receiver.receive(engine.channel)
 

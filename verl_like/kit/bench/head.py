@@ -48,7 +48,7 @@ class Size:
 
     @property
     def gradient_bytes(self) -> float:
-        """What any way must make: the gradients of hidden states and weight, in their precision."""
+        """Bytes that every implementation must make: the gradients of hidden states and weight, in their precision."""
         return (self.tokens + self.vocab) * self.hidden * dtype_of(self.dtype).itemsize
 
 

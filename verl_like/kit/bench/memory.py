@@ -128,7 +128,7 @@ def job_of(folder: Path, name: str, budget: int, *, on_cuda: bool, tiny: bool = 
 
 
 def told_of(job: Job, ranks: int, *, on_cuda: bool) -> Forecast:
-    """What the forecast says of it."""
+    """Forecast the memory of a job."""
     shape = Shape.of(load_hf_config(job.spec.config.actor_rollout_ref.model), job.cost)
     return forecast(job.spec.config, shape, None, Machine(on_cpu=not on_cuda, world=ranks, capacity=None))
 

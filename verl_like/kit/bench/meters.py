@@ -1,4 +1,4 @@
-"""How much memory tensors take at most while something runs, and where the time of nested calls goes."""
+"""Meters: the most memory that tensors take while something runs, and the time spent in each of nested calls."""
 
 from __future__ import annotations
 

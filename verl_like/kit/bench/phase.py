@@ -39,7 +39,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What every rank needs to know. Picklable."""
+    """Description of the work that every rank needs. Picklable."""
 
     spec: WorkerSpec
     workload: Workload
@@ -114,7 +114,7 @@ def build_job(folder: Path, shape: ModelShape, workload: Workload, keys: Sequenc
 
 
 def model_keys(model: str) -> list[str]:
-    """What belongs to a model besides its shape: the small one keeps its activations."""
+    """List the keys that a model needs besides its shape: the small one keeps its activations."""
     return [f"{POLICY}.model.enable_gradient_checkpointing=False"] if model == "cpu" else []
 
 

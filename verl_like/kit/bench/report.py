@@ -41,7 +41,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What one benchmark found. `notes`: sentences that belong to the figures, what the floor means first."""
+    """Figures of one benchmark.
+
+    notes: sentences that belong to the figures, the meaning of the floor first.
+    """
 
     bench: str
     work: dict[str, Any]
@@ -139,7 +142,7 @@ def markdown(lines: Sequence[Sequence[str]]) -> str:
 
 
 def hardware() -> dict[str, Any]:
-    """What the figures depend on besides the work; equal for two runs on the same kind of machine."""
+    """Describe the hardware that the figures depend on; equal for two runs on the same kind of machine."""
     if torch.cuda.is_available():
         return {"device": torch.cuda.get_device_name(), "devices": torch.cuda.device_count()}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 
 class BenchError(Exception):
-    """What is wrong with the options of a benchmark, for the user: the command ends with this message alone."""
+    """Mistake in the options of a benchmark, told to the user: the command ends with this message alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class Workload:
         ]
 
     def with_rows(self, num_rows: int | None) -> Workload:
-        """The same with fewer (or more) prompts. Raises BenchError unless the rows are whole groups of one prompt."""
+        """Copy the workload with `num_rows` rows. Raises BenchError unless these are whole groups of one prompt."""
         if num_rows is None:
             return self
         n = self.responses_per_prompt

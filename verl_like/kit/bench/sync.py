@@ -61,8 +61,13 @@ _ROLLOUT_STAGES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFigures:
-    """Of one rank: seconds of each round; stages (in one process) and report of one more. peak_bytes: most memory of
-    tensors alive at a time that a sync makes, in this process and in the engine's."""
+    """Figures of one rank.
+
+    seconds: of each round.
+    peak_bytes: most memory of tensors alive at a time that a sync makes, in this process and in the engine's.
+    stages: seconds of each stage of one more sync, in one process.
+    report: the report of that sync.
+    """
 
     seconds: dict[str, list[float]]
     peak_bytes: dict[str, tuple[int, int]]
@@ -229,7 +234,7 @@ def weight_sync(
 
 
 def _synced(sync: WeightSync, version: int, residency: Residency) -> SyncReport:
-    """As `workers.weights` does it: the engine is ready to sample afterwards."""
+    """Sync the weights as `workers.weights` does: the engine is ready to sample afterwards."""
     report = sync.sync(version)
     residency.enter(Phase.rollout)
     return report

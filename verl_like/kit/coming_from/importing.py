@@ -30,7 +30,7 @@ CARRIED, NOTHING, REFUSED, UNKNOWN = "carried", "needs nothing", "refused", "unk
 
 
 class Outcome(NamedTuple):
-    """What becomes of one setting. A refused one may carry settings too: what stands in for it."""
+    """Fate of one setting. A refused one may carry settings too, which stand in for it."""
 
     status: str
     settings: Mapping[str, Any] = {}
@@ -62,7 +62,7 @@ class Imported:
         return [item for item in self.items if item.status == status]
 
     def overrides(self) -> list[str]:
-        """As on the command line of train, a preset first."""
+        """List the settings as on the command line of train, a preset first."""
         order = {key: place for place, key in enumerate(["preset", *keys()])}
         return [f"{key}={text_of(self.settings[key])}" for key in sorted(self.settings, key=order.__getitem__)]
 
@@ -116,7 +116,7 @@ class Foreign:
         return otherwise if row is None or row.default is ... or otherwise is not None else row.default
 
     def is_on(self, name: str) -> bool:
-        """What `if NAME` of a rule asks."""
+        """Evaluate the condition `if NAME` of a rule."""
         return bool(self(name))
 
     def group(self) -> dict[str, Any]:
@@ -128,11 +128,11 @@ class Foreign:
         return row_of(self.project, name)
 
     def idle(self, name: str) -> str:
-        """Why a setting cannot have an effect there either; empty where it can."""
+        """Explain why a setting cannot have an effect in the other project either; empty where it can."""
         return ""
 
     def outcome(self, name: str, value: Any) -> Outcome:
-        """What becomes of a setting, before it is compared with our defaults and the other settings."""
+        """Decide a setting's fate, before it is compared with our defaults and the other settings."""
         row = self.row_of(name)
         if value == {} or (row is None and value is None):
             return Outcome(NOTHING, note="nothing is set")
@@ -262,7 +262,7 @@ def _joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fits(old: Any, new: Any) -> bool:
-    """Whether two values of a key can stand together: they are equal, or dictionaries that can be joined."""
+    """True where two values of a key can stand together: they are equal, or dictionaries that can be joined."""
     if isinstance(old, dict) and isinstance(new, dict):
         return all(_fits(old[name], new[name]) for name in old.keys() & new.keys())
     return old == new
@@ -273,7 +273,7 @@ def _same(ours: Any, new: Any) -> bool:
 
 
 def _allowed(key: str, new: Any) -> bool:
-    """Whether null, with which other projects leave a setting out, is a value of our key."""
+    """True where a value fits our key: null, with which other projects leave a setting out, is not one of every key."""
     return new is not None or type(None) in get_args(keys()[key].type)
 
 

@@ -27,7 +27,7 @@ class Recipe:
 
     @property
     def origin(self) -> str:
-        """Where its rows come from, for people."""
+        """Name the source of its rows, for people."""
         return f"hub: {self.hub}" if self.hub else f"--source: {self.needs}" if self.needs else "generated"
 
 

@@ -40,7 +40,7 @@ class Claim:
     parts: tuple[Claim, ...] = ()
 
     def holds(self, roles: Roles) -> bool:
-        """Whether it is true where people have these roles."""
+        """Evaluate the claim, given the roles of all people."""
         if self.kind in ("knight", "knave"):
             return roles[self.person] == (self.kind == "knight")
         first, second = (part.holds(roles) for part in self.parts)

@@ -1,4 +1,4 @@
-"""What every preprocessing script shares: the row schema, the arguments, progress, and the report at the end."""
+"""Parts that every preprocessing script shares: the row schema, the arguments, progress, and the report at the end."""
 
 from __future__ import annotations
 
@@ -102,8 +102,12 @@ def read_parts(
     required: Sequence[str] = (),
     prepare: Callable[[list[dict[str, Any]], Path], list[Any]] = lambda records, _: records,
 ) -> dict[str, list[Any]]:
-    """What `prepare(records, file)` makes of each split of --local_dataset_path; a single file is divided if the script
-    has --num_test. where: to download it from."""
+    """Read each split of --local_dataset_path with `prepare`; a single file is divided if the script has --num_test.
+
+    where: address to download the data from, for the error message.
+    required: columns that each record must have.
+    prepare: makes rows of (records, file).
+    """
     source = required_source(options, where)
     parts = {split: prepare(read_records(path, required), path) for split, path in find_splits(source).items()}
     is_divided = "num_test" in options and not source.is_dir()

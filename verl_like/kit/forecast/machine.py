@@ -1,4 +1,4 @@
-"""What this machine has for a run, and what it lacks: `verl-like doctor`."""
+"""Inventory of this machine: the parts it has for a run, and those it lacks (`verl-like doctor`)."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _versions() -> Iterator[Finding]:
 
 
 def _requirements() -> list[Requirement]:
-    """What verl_like declares; [] where it is used from a folder without being installed."""
+    """List the requirements that verl_like declares; [] where it is used from a folder without being installed."""
     try:
         return [Requirement(text) for text in importlib.metadata.requires("verl_like") or ()]
     except importlib.metadata.PackageNotFoundError:

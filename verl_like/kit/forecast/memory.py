@@ -1,4 +1,4 @@
-"""How much memory each phase of a step will take on one device, before anything is started, and which key changes it.
+"""Forecast of the memory that each phase of a step takes on one device, before a start, and of the keys that change it.
 
 Pure arithmetic from the configuration and the models' shapes (models/memory.py): no device is asked. What is told is
 the largest moment of each phase, with rows at their full lengths. Where a phase does not fit, `remedies` searches
@@ -42,7 +42,11 @@ _MOST_DEVICES = 64  # of the search
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What a run runs on. capacity: bytes of one device, on a CPU of one process; None: not known."""
+    """Hardware of a run.
+
+    world: number of ranks.
+    capacity: bytes of memory of one device, on a CPU of one process; None: not known.
+    """
 
     on_cpu: bool
     world: int
@@ -99,7 +103,7 @@ class Model:
     alone: bool  # one rank: gradients are reduced once, and on a CPU gathered weights stay
 
     def weights(self) -> float:
-        """Of this rank's shards."""
+        """Bytes of this rank's shards."""
         if not self.trained:
             return self.path.c * self.shape.all_weights / self.shards
         frozen = self.path.c * self.shape.all_weights if self.path.lora else 0.0
@@ -109,7 +113,7 @@ class Model:
         return self.state * self.trained / self.shards
 
     def between(self) -> dict[str, float]:
-        """What stays on the device while others work."""
+        """Bytes that stay on the device while other models work, by name."""
         if self.fsdp.offload_policy:
             return {}
         weights = {} if self.fsdp.param_offload else {f"{self.name} weights": self.weights()}
@@ -161,18 +165,18 @@ class Model:
         }
 
     def trained_share(self) -> float:
-        """Whether units have gradients of their size: adapters' are small."""
+        """Factor for the units' gradients: 1 where they are as large as the units, 0 for adapters, whose are small."""
         return 0.0 if self.path.lora else 1.0
 
     def gradients(self, micro_batches: int) -> float:
-        """Those that stay between micro-batches."""
+        """Bytes of the gradients that stay between micro-batches."""
         if self.fsdp.offload_policy:  # shards go to the host at once
             return 4.0 * self.trained if self.whole(micro_batches) else 0.0
         shard = self.master * self.trained / self.shards
         return max(shard, 4.0 * self.trained) if self.whole(micro_batches) else shard
 
     def whole(self, micro_batches: int) -> bool:
-        """Whether they are reduced once, after all micro-batches."""
+        """True where gradients are reduced once, after all micro-batches."""
         return micro_batches > 1 and (self.alone or not self.fsdp.sync_every_micro_batch)
 
     def _own(self, *, optimizer: bool) -> dict[str, float]:
@@ -200,7 +204,7 @@ def forecast(config: PPOConfig, actor: memory.Shape, critic: memory.Shape | None
     )
 
     def beside(name: str) -> dict[str, float]:
-        """What else is on the device while a role of its pool works."""
+        """Bytes of everything else on the device while a role of its pool works, by name."""
         found = stays if pools[ROLLOUT] == pools[name] and name != ROLLOUT else {}
         for model in models.values():
             if model.name != name and pools[model.name] == pools[name]:
@@ -276,7 +280,7 @@ def _rollout_bytes(config: PPOConfig, machine: Machine) -> int:
 
 
 def _sleeps(config: PPOConfig, machine: Machine) -> bool:
-    """Whether the engine leaves the device while the trainer works."""
+    """True where the engine leaves the device while the trainer works."""
     rollout = config.actor_rollout_ref.rollout
     goes = rollout.sleep_level == 2 if rollout.name == "hf" else not machine.on_cpu
     return rollout.free_cache_engine and goes

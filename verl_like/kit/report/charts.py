@@ -1,4 +1,4 @@
-"""What the report draws, as data. The drawing is Bokeh's, in the browser; report.js only hands it these tables."""
+"""Tables that the report draws. The drawing is Bokeh's, in the browser; report.js only hands it these tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands in the report, besides the charts: plain values for the template, made from a run's folder."""
+"""Content of the report besides the charts: plain values for the template, made from a run's folder."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def in_script(text: str) -> str:
 
 
 def spread(files: Sequence[Path]) -> list[Path]:
-    """The same files in an order of which every beginning is spread over the whole."""
+    """Reorder the files so that every beginning of the list is spread over the whole."""
     order, pace = [], 1 << max(0, len(files) - 1).bit_length()
     while pace >= 1:
         order += files[::pace]

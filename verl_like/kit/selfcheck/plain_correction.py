@@ -19,7 +19,7 @@ Numbers = list[float]
 def kept_tokens(
     log_p: Numbers, log_q: Numbers, mask: Sequence[bool], correction: RolloutCorrectionConfig
 ) -> list[bool]:
-    """Which tokens of one row are trained on: sampled, known to the sampler, inside all bounds."""
+    """Choose the tokens of one row that are trained on: sampled, known to the sampler, inside all bounds."""
     known = [inside and math.isfinite(q) for inside, q in zip(mask, log_q, strict=True)]
     rejections = parse_rejections(correction.rollout_rs, correction.rollout_rs_threshold)
     veto = correction.rollout_token_veto_threshold

@@ -275,7 +275,7 @@ class PlainValueLoss(PlainPolicyLoss):
 
 
 def without_length_rule(config: PPOConfig) -> PPOConfig:
-    """The same without actor.mask_truncated, which leaves the critic alone."""
+    """Copy the configuration without actor.mask_truncated, which does not concern the critic."""
     policy = config.actor_rollout_ref
     actor = dataclasses.replace(policy.actor, mask_truncated=False)
     return dataclasses.replace(config, actor_rollout_ref=dataclasses.replace(policy, actor=actor))

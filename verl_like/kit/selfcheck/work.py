@@ -1,4 +1,4 @@
-"""What is prepared before any engine is built: rows, the driver's shares of them, and the yardstick's answers."""
+"""Preparation before any engine is built: rows, the driver's shares of them, and the yardstick's answers."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def longest_row(hf_config: PretrainedConfig) -> tuple[int, str]:
 
 
 def about_objective(config: PPOConfig) -> str:
-    """What of the objective the yardstick computes on its own."""
+    """Tell which parts of the objective the yardstick computes on its own."""
     actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
     mode = actor.policy_loss.loss_mode
     if two_policies(actor, correction) and correction.loss_type == "reinforce":
@@ -144,7 +144,7 @@ _OLD_TEXT = {"given": "recomputed", "sampler": "of the sampler", "own": "of the 
 
 
 def left_out(config: PPOConfig) -> list[str]:
-    """What of the configuration is not checked."""
+    """List the parts of the configuration that are not checked."""
     policy, lines = config.actor_rollout_ref, []
     if policy.actor.ulysses_sequence_parallel_size > 1 or policy.actor.fsdp_config.tensor_parallel_size > 1:
         lines.append("not checked: ranks that share rows (Ulysses, tensor parallelism)")

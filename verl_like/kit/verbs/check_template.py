@@ -22,8 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What became of a case. unequal: contexts that are not apply_chat_template of the messages. drift: tokens.
-    left_out: what the prompt does not hold of the messages and tools it begins with."""
+    """Result of a case.
+
+    cuts: reasons why a turn began a new row instead of continuing the last one.
+    unequal: number of contexts that differ from apply_chat_template of the messages.
+    drift: number of tokens in which the rows that were sent differ from the transcript's contexts.
+    left_out: parts of the first messages and tools that the prompt does not contain.
+    """
 
     case: str
     refused: str = ""

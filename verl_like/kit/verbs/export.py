@@ -9,7 +9,7 @@ from verl_like.config.errors import input_errors
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is exported, where to, and in which form."""
+    """Add the checkpoint, the folder to make, and the form of the export."""
     parser.add_argument(
         "checkpoint",
         type=Path,

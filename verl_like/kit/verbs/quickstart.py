@@ -14,7 +14,7 @@ _SCRIPT = "quickstart/run.py"  # in recipes/ of a clone; a wheel installs that f
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of the recipe's own script."""
+    """Add the options of the recipe's own script."""
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/quickstart"), help="(outputs/quickstart)")
     parser.add_argument("--seed", type=int, default=1, help="of data, model and run (1)")
     parser.add_argument(

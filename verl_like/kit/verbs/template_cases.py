@@ -81,7 +81,7 @@ def answer(content: str, *, thought: str = "", calls: Sequence[str] = (), json_a
 
 
 def result(number: int, name: str, content: str) -> Message:
-    """What a tool answered to the call of this number."""
+    """Write a tool's answer to the call of this number."""
     return {"role": "tool", "name": name, "tool_call_id": f"call{number:05d}", "content": content}
 
 
@@ -119,7 +119,7 @@ def as_written(
 
 
 def _thinks(sent: str) -> bool:
-    """Whether the generation prompt began a thought."""
+    """True where the generation prompt began a thought."""
     return sent.rfind("<think>") > sent.rfind("</think>")
 
 
