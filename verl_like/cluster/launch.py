@@ -62,7 +62,7 @@ class RaySession:
 
     @property
     def lost(self) -> bool:
-        """Whether a daemon of a Ray of our own has died: nothing can be started in it any more."""
+        """True where a daemon of a Ray of our own has died: no process can be started in it any more."""
         node: Any = ray._private.worker._global_node  # pyright: ignore[reportAttributeAccessIssue]
         if not (self.owned and ray.is_initialized()) or node is None:
             return False
@@ -206,9 +206,12 @@ def _on_loopback() -> Iterator[None]:
 
 
 def _set_token() -> None:
-    """Where the environment names no token: else Ray writes one to ~/.ray, and from then on `ray start --head` asks for
-    it, and ray_init.address=auto sends it to clusters that were started without. It stays in this process, whose
-    library of Ray has read it for good: the daemons of a later Ray of anybody's here must have it too."""
+    """Set a token for Ray where the environment names none.
+
+    Otherwise Ray writes one to ~/.ray, and from then on `ray start --head` asks for it, and ray_init.address=auto sends
+    it to clusters that were started without. It stays in this process, whose library of Ray has read it for good: the
+    daemons of a later Ray of anybody's here must have it too.
+    """
     if "RAY_AUTH_TOKEN" not in os.environ and "RAY_AUTH_TOKEN_PATH" not in os.environ:
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
@@ -328,7 +331,7 @@ _printed: list[Callable[..., None]] = []  # Ray's own function, once ours stands
 
 
 def _print_in_a_line(batch: dict[str, Any], *arguments: Any, **more: Any) -> None:
-    """What Ray's daemons say on the console: of a dying one the first line, and the pages of its state into our log."""
+    """Print output of Ray's daemons; of a dying one the first line, while the pages of its state go into our log."""
     if batch.get("pid") == "raylet":
         for text in batch["lines"]:
             logger.debug("Ray's daemon: %s", text)

@@ -26,7 +26,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class StopFlag:
-    """Whether somebody asked the run to stop."""
+    """Flag of a request to stop the run."""
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
@@ -103,8 +103,11 @@ def _note(number: int, frame: FrameType | None) -> None:
 
 
 def terminated() -> bool:
-    """Whether this worker got a SIGTERM: the driver hears of it with the next answer (a machine that is to go may be
-    another one than the driver's), and ends the run as if it had got it itself."""
+    """True where this worker got a SIGTERM.
+
+    The driver hears of it with the next answer (a machine that is to go may be another one than the driver's), and ends
+    the run as if it had got the signal itself.
+    """
     return _terminated
 
 

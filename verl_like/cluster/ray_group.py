@@ -91,7 +91,7 @@ class RayPendingResult:
         return len(ready) == len(refs) or any(map(self._failed, ready))
 
     def _failed(self, ref: Any) -> bool:
-        """Whether this finished call failed: its rank's partners may never end theirs."""
+        """True where this finished call failed: its rank's partners may never end theirs."""
         if ref in self._good:
             return False
         try:
@@ -172,7 +172,7 @@ class RayWorkerGroup:
         starting.wait(max(0.0, starting.began + timeout - time.monotonic()))
 
     def started(self) -> bool:
-        """Whether `wait_started` would return or raise at once: it has taken too long, too."""
+        """True where `wait_started` would return or raise at once, also because the start has taken too long."""
         starting, timeout = self._starting
         return starting.done() or time.monotonic() > starting.began + timeout
 
@@ -182,7 +182,7 @@ class RayWorkerGroup:
 
     @property
     def log_paths(self) -> list[str]:
-        """Where each rank's output goes, on its own node."""
+        """Paths of each rank's output, on its own node."""
         return [rank.log_path for rank in self._ranks]
 
     @property
@@ -344,7 +344,7 @@ class RayWorkerGroup:
             raise
 
     def _stopped_ranks(self, ranks: Iterable[int]) -> list[int]:
-        """Those whose processes are stopped (SIGSTOP, a debugger)."""
+        """List the ranks whose processes are stopped (SIGSTOP, a debugger)."""
         chosen = [(index, self._ranks[index]) for index in sorted(ranks)]
         return [index for index, rank in chosen if process_state(rank.node_id, rank.pid) == "T"]
 

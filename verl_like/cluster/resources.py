@@ -1,4 +1,4 @@
-"""Where ranks run: nnodes x ranks_per_node slots on the nodes of a Ray cluster.
+"""Placement of ranks: nnodes x ranks_per_node slots on the nodes of a Ray cluster.
 
 One placement group with one bundle per node (STRICT_SPREAD) reserves all nodes at once, so that two runs that start
 together cannot each hold half of what they need. Nodes are put in the order of their addresses: rank r is on the same

@@ -1,4 +1,4 @@
-"""How tensors travel between processes: as numpy buffers, which Ray writes into shared memory with a single copy.
+"""Transport of tensors between processes: as numpy buffers, which Ray writes into shared memory with a single copy.
 
 torch's own pickling copies a tensor several times on the way (some 0.4 s instead of 0.02 s for 100 MB). Values, dtypes
 and shapes are kept; gradients, devices, sharing of storage and strides are not: tensors arrive on the CPU, writable.

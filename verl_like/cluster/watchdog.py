@@ -57,7 +57,7 @@ class Watched:
         return max(self.spans, key=lambda each: each["age_s"] / (each["allowed_s"] or 1e9), default={})
 
     def line(self) -> str:
-        """What it is at, for people."""
+        """Describe the rank's current work, for people."""
         span = self.span
         at = " > ".join(span["in"]) if span else f"it has not begun {', '.join(self.called) or 'anything'}"
         text = f"{self.name} (process {self.pid}, state {self.state}): {at}"
@@ -121,7 +121,7 @@ class Watchdog:
             self._looked = time.monotonic()
 
     def _verdict(self) -> tuple[list[Watched], list[Watched], list[Watched]]:
-        """Those that are stopped for too long, those that are late in a pool in which nobody works, and all ranks."""
+        """Return the ranks stopped for too long, the late ones of pools in which no rank works, and all ranks."""
         ranks, now = [rank for group in self.groups for rank in group.watched()], time.monotonic()
         self._see(ranks)
         for rank in ranks:

@@ -28,11 +28,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ScoredBatch:
-    """What `update` gets: the fields of verl's DataProto that curricula read. One row per response.
+    """Argument of `update`: the fields of verl's DataProto that curricula read. One row per response.
 
-    batch: token_level_scores [B, R] (the score on the last token; rows whose reward failed hold NaN), responses,
-    response_mask. non_tensor_batch: index, uid (the prompt's group), data_source, reward_model, extra_info and each
-    further value of the reward function.
+    batch: token_level_scores [B, R] (the score on the last token; rows whose reward failed hold NaN), responses [B, R]
+        and response_mask [B, R].
+    non_tensor_batch: index, uid (the prompt's group), data_source, reward_model, extra_info and each further value of
+        the reward function, [B] each.
     """
 
     batch: dict[str, Tensor]

@@ -47,7 +47,7 @@ _FIRST, _DECODING_S = 16, 5.0  # rows whose images it decodes before others, and
 
 
 class Dataset(Protocol):
-    """What the trainer needs of a data set: PromptDataset, or a user's torch data set in `foreign.ForeignDataset`."""
+    """Data set as the trainer needs it: PromptDataset, or a user's torch data set in `foreign.ForeignDataset`."""
 
     def __len__(self) -> int: ...
 
@@ -66,7 +66,7 @@ class Dataset(Protocol):
         ...
 
     def identity(self) -> dict[str, Any]:
-        """What a saved sampler position refers to. JSON-able."""
+        """Describe the rows that a saved sampler position refers to. JSON-able."""
         ...
 
     def num_media(self) -> int:
@@ -220,11 +220,11 @@ class PromptDataset:
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
     def domains(self) -> list[str]:
-        """See Dataset."""
+        """List the data source of each row that is left, in order."""
         return [self._sources[position] for position in self._kept]
 
     def agents(self) -> list[str]:
-        """See Dataset."""
+        """List all agent names of the rows, sorted."""
         columns = [f.rows.column("agent_name") for f in self.files if "agent_name" in f.rows.columns]
         return sorted({str(name or "") for column in columns for name in column})
 
@@ -249,14 +249,16 @@ class PromptDataset:
             yield file, missing.tolist(), len(used)
 
     def identity(self) -> dict[str, Any]:
-        """See Dataset: the files' content and the rows kept of it."""
+        """Describe the files' content and the rows kept of it."""
         kept = hashlib.blake2b(np.ascontiguousarray(self._kept).tobytes(), digest_size=16).hexdigest()
         return {"files": [file.identity() for file in self.files], "rows": len(self), "kept": kept}
 
     def check_rows(self) -> None:
-        """See Dataset: that prompts say what their rows say (`prompt_truth`); the first row, the first whose text has
-        <image> or <video>, and with data.truncation=error (and no filter, which has seen all) those with the longest
-        texts."""
+        """Check that prompts say what their rows say (`prompt_truth`), and encode the rows most likely to fail.
+
+        These are the first row, the first whose text has <image> or <video>, and with data.truncation=error those with
+        the longest texts (unless a filter has seen all rows).
+        """
         tags = [f"<{kind}>" for kind in self._media_keys]
         lengths, tagged = [], []  # by position in the files
         for file in self.files:
@@ -298,7 +300,7 @@ class PromptDataset:
         return (row.messages, row.tools), self._place(position)
 
     def num_media(self) -> int:
-        """See Dataset."""
+        """Count the rows with images or videos."""
         return sum(self._has_media(int(position)) for position in self._kept)
 
     def _has_media(self, position: int) -> bool:

@@ -31,7 +31,7 @@ def tags_of_groups(groups: EnvGroupsConfig, num_groups: int) -> list[str]:
 
 
 def environment_of(env: EnvConfig, groups: EnvGroupsConfig, tag: str) -> dict[str, Any]:
-    """What extra_info.environment of a row says, but for seed and split."""
+    """Make the content of a row's extra_info.environment, but for seed and split."""
     entry = dict(env.custom.get(tag) or {})
     kind = entry.pop("type", tag)
     return {"tag": tag, "kind": kind, "format_penalty": groups.format_penalty, **entry}
@@ -39,7 +39,10 @@ def environment_of(env: EnvConfig, groups: EnvGroupsConfig, tag: str) -> dict[st
 
 @dataclass(frozen=True)
 class EnvironmentDataset:
-    """See `data.dataset.Dataset`. num_rows: starts that there are; then they come again."""
+    """Data set of environments' starts (`data.dataset.Dataset`).
+
+    num_rows: number of different starts; then they come again.
+    """
 
     env: EnvConfig
     encoder: Any

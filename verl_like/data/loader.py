@@ -47,7 +47,7 @@ class PromptLoader:
 
     @property
     def learns(self) -> bool:
-        """Whether the order of what is drawn depends on what became of the rows before."""
+        """True where the order of the draws depends on the results of earlier rows."""
         return self._sampler.learns
 
     @property
@@ -65,7 +65,7 @@ class PromptLoader:
         self._sampler.give_back([(prompt.position, prompt.group) for prompt in unused])
 
     def feedback(self, rollouts: Rollouts, scores: Scores) -> None:
-        """What became of the last batch: for a sampler of the user's that learns from it."""
+        """Pass the results of the last batch to a sampler that learns from them."""
         self._sampler.feedback(rollouts, scores)
 
     def state_dict(self) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class WeightedSampler(Sampler):
 
     @property
     def epoch(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """As many rows as the whole data set has were drawn this often."""
+        """Count the times that as many rows were drawn as the whole data set has."""
         return self.draws // self._num_rows
 
     def check_batch(self, batch_size: int) -> None:

@@ -35,7 +35,12 @@ _Change = Callable[[str, str], str]  # of a text: (what it is, the text)
 
 
 class Findings(NamedTuple):
-    """What is wrong with a prompt, what its template does on purpose, and its text."""
+    """Findings about a prompt.
+
+    errors: mistakes of the prompt.
+    notes: things that its template does on purpose.
+    text: the prompt's text.
+    """
 
     errors: list[str]
     notes: list[str]
@@ -43,8 +48,10 @@ class Findings(NamedTuple):
 
 
 class Survey:
-    """What all rows of a file have: the first with each kind of message, those in which a user says nothing, and those
-    that spell special tokens out.
+    """Survey of all rows of a file.
+
+    It keeps the first row with each kind of message, the rows in which a user says nothing, and those that spell
+    special tokens out.
 
     own_tools: rows bring tools of their own, which a prompt must show; a model may know those of the run without.
     """
@@ -95,8 +102,10 @@ def look(encoder: PromptEncoder, conversation: Conversation, *, own_tools: bool 
 
 
 def own_text(encoder: PromptEncoder) -> str:
-    """What the template says of its own accord before a conversation without a system message, Qwen2.5's default system
-    prompt for instance; "" for marks and roles alone."""
+    """Return the text that the template adds of its own accord before a conversation without a system message.
+
+    That is Qwen2.5's default system prompt, for instance; "" where only marks and roles are added.
+    """
     try:
         head, found, _ = encoder.render(([{"role": "user", "content": "standin"}], None)).partition("standin")
     except ValueError:

@@ -190,7 +190,7 @@ def ground_truth_of(row: dict[str, Any], place: str, column: str | None = None) 
 
 
 def is_empty(value: Any) -> bool:
-    """Nothing, not a number, text of blanks and what has no width, and what holds nothing else."""
+    """True for None, NaN, text of blanks and characters without width, and containers of nothing else."""
     if isinstance(value, str):
         return not any(sign.isprintable() and not sign.isspace() for sign in value)
     if isinstance(value, dict | list):

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class Sampler(ABC):
-    """What the loader draws from: ResumableSampler, mixing.WeightedSampler or curriculum.CustomSampler.
+    """Source of rows for the loader: ResumableSampler, mixing.WeightedSampler or curriculum.CustomSampler.
 
     The base numbers the rows, and keeps those that were given back.
     """
@@ -45,7 +45,7 @@ class Sampler(ABC):
         self.returned = sorted([*self.returned, *unused], key=lambda pair: pair[1])
 
     def feedback(self, rollouts: Rollouts, scores: Scores) -> None:  # noqa: B027 (a choice, not a duty)
-        """What became of the rows of a step; nothing, for an order that is fixed."""
+        """Learn from the results of a step's rows; does nothing for a fixed order."""
 
     @abstractmethod
     def _fresh(self, count: int, *, drop_last: bool) -> list[int]:
@@ -84,7 +84,7 @@ class ResumableSampler(Sampler):
         self._order = self._epoch_order()
 
     def draw(self, count: int, *, drop_last: bool = True) -> tuple[list[int], list[int]]:
-        """See Sampler."""
+        """Draw `count` rows. Raises ValueError if the data set has fewer, or count is not positive."""
         if not 0 < count <= self._num_rows:
             raise ValueError(f"cannot draw {count} rows at a time from a data set of {self._num_rows}")
         return super().draw(count, drop_last=drop_last)

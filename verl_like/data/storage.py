@@ -54,7 +54,7 @@ def localize(name: str, *, cache_dir: str | None, use_shm: bool, key: str) -> Pa
 
 
 def is_remote(name: str) -> bool:
-    """Whether the name has a scheme other than file://."""
+    """True where the name has a scheme other than file://."""
     return "://" in name and not name.startswith("file://")
 
 

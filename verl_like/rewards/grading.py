@@ -49,7 +49,7 @@ class Graded:
     futures: Sequence[Future[RewardOutcome]] = ()  # one for each scorer; none where a batch is graded as a whole
 
     def call(self, scorer: Scorer, server: str = "") -> RewardCall:
-        """What this scorer is asked."""
+        """Make the call that asks this scorer for the response's score."""
         row = self.answer.row
         return RewardCall(
             data_source=row.data_source,

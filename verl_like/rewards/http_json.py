@@ -37,7 +37,7 @@ class TransientError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """Where to post, and how patiently."""
+    """Address to post to, with time-out and retries."""
 
     url: str
     timeout: float  # [s] of one request, up to the last byte of its reply

@@ -116,7 +116,7 @@ class RewardManager:
         self._model = model
 
     def use_servers(self, served: ServedModel) -> None:
-        """Where the run serves its reward model, once it does; another time after its workers were started anew."""
+        """Tell the graders the addresses of the served reward model: once it is served, and after each restart of it."""
         self._served = served
         if self._judge is not None:
             self._judge.use_servers(served.addresses, served.path, served.end_ids)
@@ -174,12 +174,12 @@ class RewardManager:
 
     @property
     def asks_judge(self) -> bool:
-        """Whether a judge grades some rows."""
+        """True where a judge grades some rows."""
         return self._judge is not None
 
     @property
     def grades_alone(self) -> bool:
-        """Whether each response has its score as soon as it is graded; otherwise a batch gets them together."""
+        """True where each response has its score as soon as it is graded; otherwise a batch is scored as a whole."""
         return self._model is None and self._manager != "batch"
 
     def grade(self, answers: Sequence[Answer], known: Sequence[RewardOutcome | None] | None = None) -> list[Graded]:

@@ -60,11 +60,14 @@ class ModelScore:
 
     @property
     def needs_rule(self) -> bool:
-        """Whether rules grade as well (reward_model.rule_weight)."""
+        """True where rules grade as well (reward_model.rule_weight)."""
         return self._config.rule_weight != 0
 
     def texts(self, answers: Sequence[Answer]) -> list[list[int] | str]:
-        """What the reward model reads, cut on the right at reward_model.max_length tokens; why a row cannot be read."""
+        """Make the reward model's inputs, cut on the right at reward_model.max_length tokens.
+
+        A row that cannot be read has the reason, a text, instead of token ids.
+        """
         most = self._config.max_length
         if self._encoder is None:
             return [[*answer.prompt_ids, *answer.response][:most] for answer in answers]

@@ -27,7 +27,7 @@ class ServedModel:
         return [address for address, _ in self.places]
 
     def next_address(self) -> str:
-        """Of the server whose turn it is."""
+        """Return the address of the server whose turn it is."""
         return self.places[next(self._turns) % len(self.places)][0]
 
     def require_alive(self) -> None:

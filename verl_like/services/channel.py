@@ -20,7 +20,7 @@ _PART_BYTES, _MOST_PARTS = 1 << 18, 64
 
 
 class BrokenChannelError(Exception):
-    """What came through the channel is no message."""
+    """Error of a channel that delivered bytes which are no message."""
 
 
 class Channel:
@@ -66,7 +66,7 @@ class Channel:
 
     @property
     def unsent(self) -> bool:
-        """Whether `flush` has something to do when there is room."""
+        """True where bytes wait for `flush` to send them."""
         return bool(self._outgoing)
 
     def flush(self) -> None:

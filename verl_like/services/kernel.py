@@ -45,7 +45,7 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
 
 
 def set_dumpable(dumpable: bool) -> None:
-    """Whether other processes of the same user may look into this one."""
+    """Allow or forbid other processes of the same user to look into this one."""
     prctl(_PR_SET_DUMPABLE, int(dumpable))
 
 

@@ -160,7 +160,7 @@ class WorkerPool(Generic[Payload, Answer]):
         return [worker.process.pid for worker in self._workers]
 
     def gauges(self) -> dict[str, float]:
-        """See Gauges."""
+        """Report the numbers of workers, of replaced workers, and of calls that run and wait, by metric name."""
         workers, name = list(self._workers), f"pool/{self._spec.noun}"
         running = sum(len(worker.pending) for worker in workers)
         found = {f"{name}/workers": len(workers), f"{name}/workers_replaced": self._num_replaced}
@@ -231,7 +231,7 @@ class WorkerPool(Generic[Payload, Answer]):
         return bool(batch) and self._send(worker, batch)
 
     def _room(self, worker: _Worker) -> int:
-        """How many calls the worker may be sent now."""
+        """Count the calls that may be sent to the worker now."""
         if not worker.ready or worker.process.poll() is not None:  # its channel will tell that it died
             return 0
         if not worker.is_async:
@@ -403,7 +403,7 @@ class WorkerPool(Generic[Payload, Answer]):
 
     @staticmethod
     def _take_back(worker: _Worker) -> list[Call]:
-        """What the worker was sent and may be sent again: what stays pending belongs to its sessions."""
+        """Take the calls back that may be sent to another worker; calls of sessions stay with the worker."""
         taken = [item for item in worker.pending.values() if item.session is None]
         worker.pending = {number: item for number, item in worker.pending.items() if item.session is not None}
         return taken

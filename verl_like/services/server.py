@@ -61,7 +61,7 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """Of the process that looks after it."""
+        """Id of the process that looks after the server."""
         assert self._process is not None, "the server was not started"
         return self._process.pid
 
@@ -76,7 +76,7 @@ class Server:
             time.sleep(_LOOK_S)
 
     def ended(self) -> str:
-        """How it ended; "" while it runs."""
+        """Describe the server's end; "" while it runs."""
         assert self._process is not None, "the server was not started"
         code = self._process.poll()
         return "" if code is None else f"has ended (exit code {code})"
@@ -102,7 +102,7 @@ DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def answers(url: str, timeout_s: float) -> bool:
-    """Whether a GET of this URL is answered with 200, without a proxy."""
+    """True where a GET of this URL is answered with 200, without a proxy."""
     try:
         with DIRECT.open(url, timeout=timeout_s) as reply:
             return reply.status == 200

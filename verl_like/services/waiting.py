@@ -100,9 +100,12 @@ class Waiting:
                 self._line(call.session).appendleft(call)
 
     def take(self, place: Place, room: int, *, idle: bool, together: bool, share: int) -> list[Call]:
-        """What the worker of `place` is to be sent: `room` calls at most, and one of `share` parts of the queue.
+        """Remove and return the calls that the worker of `place` is to be sent. A call of a session comes alone.
 
-        together: all calls of a group. A call of a session comes alone.
+        room: most calls.
+        idle: the worker has nothing to do.
+        together: take all calls of a group.
+        share: number of parts of the queue of which the worker gets one.
         """
         with self._lock:
             own = place.calls and (not self._queue or place.calls[0].order < self._queue[0].order)
