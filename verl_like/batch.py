@@ -236,7 +236,10 @@ def pad_rows(rows: Iterable[Sequence[float] | Tensor], *, side: Side, dtype: tor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaHandle:
-    """Where an image or video of a row lies (models/images.py and videos.py open it), and in a prompt's tokens."""
+    """Location of an image or video of a row: in its file, and among a prompt's tokens.
+
+    models/images.py and videos.py open the file.
+    """
 
     kind: str  # "image" or "video"
     path: str  # of the data file
@@ -260,7 +263,7 @@ class MediaHandle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRow:
-    """What a dataset row says beyond its tokens. Fields are those of verl's parquet schema.
+    """Content of a dataset row beyond its tokens. Fields are those of verl's parquet schema.
 
     Example: PromptRow(index=7, data_source="openai/gsm8k", ability="math", ground_truth="72",
     messages=[{"role": "user", "content": "Natalia sold ..."}], extra_info={"split": "train", "index": 7})
@@ -332,7 +335,7 @@ class Rollouts(Sequences):
 
     @property
     def cut_off_B(self) -> Tensor:
-        """Whether a length ended the response: bool, by its finish reason, which alone knows it."""
+        """Mark the responses that a length ended: bool, by their finish reasons, which alone know it."""
         return torch.tensor([reason == "length" for reason in self.finish_reasons], dtype=torch.bool)
 
 
@@ -397,7 +400,7 @@ def unusable_extras(extras: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated(TensorStruct):
-    """What the trained models say about the rollouts, before any update. Only what the run needs is present."""
+    """Results of the trained models on the rollouts, before any update. Only columns that the run needs are present."""
 
     response_length_B: Tensor  # int64
     old_log_probs_T: Tensor | None = tokens(default=None)
@@ -410,8 +413,11 @@ class Evaluated(TensorStruct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experience(Sequences):
-    """What an update needs. old_log_probs_BR is None when the update detaches its own (one update per batch);
-    rollout_log_probs_BR is there when the update is the first to see the trainer's log-probs next to them."""
+    """Data that an update needs.
+
+    old_log_probs_T: None when the update detaches its own (one update per batch).
+    rollout_log_probs_T: present when the update is the first to see the trainer's log-probs next to them.
+    """
 
     group_B: Tensor
     episode_B: Tensor | None = None  # int64: as in Rollouts
@@ -435,7 +441,7 @@ Struct = TypeVar("Struct", bound=TensorStruct)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episodes:
-    """Which rows are parts of one episode, so that whatever counts responses counts an episode once.
+    """Grouping of rows into episodes, so that whatever counts responses counts an episode once.
 
     `join` gives one row per episode, its rows' responses one after the other, on which all statistics of responses are
     taken as if the history had never been rewritten; `of_rows` and `cut` give results back to the rows. Episodes are in
@@ -475,7 +481,7 @@ class Episodes:
         return values_B if self.number_B is None else values_B[[int(rows[0]) for rows in self.rows()]]
 
     def of_rows(self, values_E: Tensor) -> Tensor:
-        """Its episode's value for each row: [B]."""
+        """Repeat each episode's value for its rows: [E] to [B]."""
         return values_E if self.number_B is None else values_E[self.number_B]
 
     def sums(self, values_B: Tensor) -> Tensor:
@@ -520,14 +526,14 @@ class Episodes:
 
 
 def whole_episodes(rollouts: Rollouts, scores: Scores) -> tuple[Rollouts, Scores]:
-    """Both with one row per episode, for whatever counts responses."""
+    """Join rollouts and scores to one row per episode, for whatever counts responses."""
     episodes = Episodes.of(rollouts)
     return episodes.join(rollouts), episodes.join(scores)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Denominators:
-    """What a mini-batch's loss sums are divided by: counted over all ranks, before any backward pass."""
+    """Divisors of a mini-batch's loss sums: counted over all ranks, before any backward pass."""
 
     num_tokens: int  # response_mask tokens of the mini-batch
     num_sequences: int  # episodes of the mini-batch: its rows, where every row is one

@@ -30,7 +30,7 @@ class Pickled(NamedTuple):
 
 
 def bounds(length_B: Tensor) -> list[int]:
-    """Where rows begin in [T], and behind the last one where it ends: B + 1 numbers."""
+    """Compute where each row begins in [T], and where the last one ends: B + 1 numbers."""
     return [0, *length_B.cumsum(0).tolist()]
 
 
@@ -161,7 +161,7 @@ class Blocks:
             yield block
 
     def padded(self, values_T: Tensor, rows: Sequence[int]) -> Tensor:
-        """These rows of a column of the CPU, [b, longest of them], 0 in the padding."""
+        """Pad these rows of a CPU column to [b, longest of them], with 0."""
         filled = torch.zeros(len(rows), max(self._lengths[row] for row in rows), dtype=values_T.dtype)
         target, source = _array(filled), _array(values_T)
         for place, row in enumerate(rows):

@@ -11,10 +11,10 @@ from weakref import WeakSet
 
 
 class Gauges(Protocol):
-    """Something with numbers. Read from any thread; what shows the same name twice is added up."""
+    """Source of numbers. It is read from any thread; numbers of the same name are added up."""
 
     def gauges(self) -> Mapping[str, float]:
-        """By name, as pool/reward/workers."""
+        """Report the numbers by name, such as pool/reward/workers."""
         ...
 
 

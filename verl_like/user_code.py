@@ -57,7 +57,7 @@ class UserCodeError(ValueError):
 
 
 def is_reference(text: str) -> bool:
-    """Whether a value names code by path, and not an entry of a menu."""
+    """True where a value names code by path, and not an entry of a menu."""
     return _REFERENCE.fullmatch(text) is not None
 
 
@@ -79,7 +79,7 @@ def import_modules(names: str | None, key: str) -> None:
 
 
 def external_modules() -> str:
-    """What VERL_USE_EXTERNAL_MODULES holds in this process."""
+    """Return the value of VERL_USE_EXTERNAL_MODULES in this process."""
     return os.environ.get(EXTERNAL_MODULES, "")
 
 
@@ -92,7 +92,7 @@ def load(reference: str, key: str) -> Any:
 
 
 def load_dotted(name: str, key: str) -> Any:
-    """The same of package.module.Name too, as verl's files have it."""
+    """Load code as `load` does, also by package.module.Name, as verl's files have it."""
     return load(name if ":" in name else ":".join(name.rsplit(".", 1)), key)
 
 
@@ -106,7 +106,7 @@ def load_pair(path: str, name: str | None, *, path_key: str, name_key: str) -> A
 
 
 def load_class(path: str, name: str | None, *, path_key: str, name_key: str) -> type:
-    """As `load_pair`, of a class."""
+    """Load a class as `load_pair` does. Raises UserCodeError for anything else."""
     found = load_pair(path, name, path_key=path_key, name_key=name_key)
     if not isinstance(found, type):
         raise UserCodeError(f"{path_key}={path}: {name or path} is a {type(found).__name__}, not a class")
@@ -145,13 +145,13 @@ def check_call(function: Any, setting: str, *arguments: str, keywords: Mapping[s
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function or class can be given this keyword."""
+    """True where a function or class accepts this keyword."""
     parameters = inspect.signature(function).parameters
     return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
 def accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Those keywords that a function or class can be given."""
+    """Select the keywords that a function or class accepts."""
     return {name: value for name, value in offered.items() if takes(function, name)}
 
 
@@ -215,7 +215,7 @@ def _load_file(file: Path) -> ModuleType:
 
 
 def _is_importable_as(name: str, file: Path) -> bool:
-    """Whether `import name` gives this file, and the name belongs to nobody else."""
+    """True where `import name` gives this file, and no other module has the name."""
     if not name.isidentifier() or name in sys.modules or name in sys.stdlib_module_names:
         return False
     spec = importlib.machinery.PathFinder.find_spec(name)

@@ -38,8 +38,10 @@ class HarmlessReader(FileSystemReader):
 
 
 def faults_of(folder: Path) -> list[str]:
-    """What cannot be read of a part of a checkpoint without running it: the index of shards, and the small pickles of
-    the ranks. Files of weights are left to their checksums."""
+    """List the files of a checkpoint's part that cannot be read without running them.
+
+    These are the index of shards and the small pickles of the ranks. Files of weights are left to their checksums.
+    """
     faults = []
     for path in (*folder.glob(".metadata"), *folder.glob("rank_*.pt")):
         try:

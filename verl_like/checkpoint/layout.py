@@ -1,4 +1,4 @@
-"""Where checkpoints lie, which one a run resumes from, and which ones are deleted. Driver side, no torch.
+"""Layout of checkpoints: their folders, the one a run resumes from, and those to delete. Driver side, no torch.
 
     <default_local_dir>/
       latest_checkpointed_iteration.txt     number of the newest complete checkpoint; written last, atomically

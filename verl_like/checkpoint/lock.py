@@ -38,7 +38,7 @@ _HOLDER = {"host": str, "machine": str, "pid": int, "started": (str, type(None))
 
 
 class RunLocked(RunStopped):
-    """Another live run writes into the folder."""
+    """Error of a folder into which another live run writes."""
 
 
 class RunLock:
@@ -133,7 +133,7 @@ def held(root: str | Path, run_id: str) -> Iterator[RunLock]:
 
 
 def machine() -> str:
-    """Where a process id means something: host name and process namespace."""
+    """Name the scope in which a process id is unique: host name and process namespace."""
     space = Path("/proc/self/ns/pid")
     return f"{socket.gethostname()} {os.readlink(space) if space.is_symlink() else ''}".strip()
 
@@ -174,7 +174,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _read(path: Path) -> Holder | None:
-    """Who holds the folder; None: nobody."""
+    """Read the holder of the folder; None where there is none. Raises RunLocked where the file is damaged."""
     try:
         return read_object(path, _HOLDER)
     except FileNotFoundError:

@@ -30,7 +30,7 @@ class StoredWeights(Protocol):
 
     @property
     def names(self) -> Sequence[str]:
-        """Of all tensors."""
+        """Names of all tensors."""
         ...
 
     def empty(self, name: str) -> Tensor:
@@ -43,7 +43,10 @@ class StoredWeights(Protocol):
 
 
 class ShardedFolder:
-    """What any number of ranks wrote with torch.distributed.checkpoint. prefix: before each name there."""
+    """Folder that any number of ranks wrote with torch.distributed.checkpoint.
+
+    prefix: text before each name in the folder, which `names` does not have.
+    """
 
     def __init__(self, folder: Path, prefix: str) -> None:
         self.folder, self.prefix = folder, prefix
@@ -88,7 +91,7 @@ class VerlFiles:
 
     @staticmethod
     def is_in(folder: Path) -> bool:
-        """Whether a folder holds such files."""
+        """True where the folder holds such files."""
         return any(_VERL_FILE.fullmatch(path.name) for path in folder.iterdir())
 
     def empty(self, name: str) -> Tensor:

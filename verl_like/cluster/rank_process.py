@@ -1,4 +1,4 @@
-"""Inside of a worker process, around the user's worker object. Free of Ray and of torch.
+"""Process of a worker, around the user's worker object. Free of Ray and of torch.
 
 The environment is set first and the worker's module imported afterwards, because torch, OpenMP and vLLM read it once.
 Output of the process (and of native code in it) goes to a file; records that concern the user go to the old stderr too.
@@ -157,7 +157,7 @@ def last_collectives() -> dict[str, Any]:
 
 
 class _ForTheUser(logging.Filter):
-    """Our own warnings, and everybody's errors; the rest is chatter that stays in the file."""
+    """Filter that passes our own warnings, and all errors; the rest is chatter that stays in the file."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         ours = record.name == "verl_like" or record.name.startswith("verl_like.")

@@ -391,7 +391,7 @@ class RayWorkerGroup:
             pass_on_sigterm(f"{self.name} rank {rank}")
 
     def watched(self) -> list[Watched]:
-        """This group's ranks for the watchdog; the start has a time limit of its own."""
+        """List the group's ranks for the watchdog; none during the start, which has a time limit of its own."""
         if self.stopped_by is not None:
             return []
         calls: dict[int, dict[str, Any]] = {}

@@ -75,7 +75,7 @@ class WatchedGroup(Protocol):
     spare: bool
 
     def watched(self) -> list[Watched]:
-        """Its ranks, with what they were asked for."""
+        """List the group's ranks, with the calls that they have not answered."""
         ...
 
     def end(self, error: WorkerStalled) -> NoReturn:
@@ -94,7 +94,7 @@ class Watchdog:
 
     @property
     def interval_s(self) -> float:
-        """Between two looks."""
+        """Seconds between two looks."""
         return 30.0 if self.stall_timeout is None else min(30.0, self.stall_timeout / 6)
 
     def look_when_due(self) -> None:

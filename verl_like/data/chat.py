@@ -164,7 +164,10 @@ class PromptEncoder:
 
 
 def truncate(ids: list[int], limit: int, how: Truncation, place: str) -> list[int]:
-    """At most `limit` tokens. left keeps the end, right the start, middle both ends; error raises ValueError."""
+    """Cut a prompt to `limit` tokens.
+
+    how: left keeps the end, right the start, middle both ends; error raises ValueError, which names `place`.
+    """
     if len(ids) <= limit:
         return ids
     if how == Truncation.left:

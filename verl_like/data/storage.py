@@ -1,4 +1,4 @@
-"""From the names in data.*_files to local files: remote ones are fetched once into a cache, or into shared memory.
+"""Resolver of the names in data.*_files to local files: remote ones are fetched once, to a cache or shared memory.
 
 hdfs, s3, gs and the like are opened by pyarrow's own file systems where it has one, everything else by fsspec, so that
 plain pyarrow is enough for S3 and an installed fsspec driver (gcsfs, adlfs ...) adds its scheme.

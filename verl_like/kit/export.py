@@ -1,4 +1,4 @@
-"""From a checkpoint to a Hugging Face folder, on a CPU, one file of weights at a time: `verl-like export`."""
+"""Export of a checkpoint to a Hugging Face folder, on a CPU, one file of weights at a time: `verl-like export`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In which keys two configurations differ: `verl-like diff`."""
+"""Difference of two configurations, key by key: `verl-like diff`."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class StepTable:
         self._num_lines = 0
 
     def lines(self, step: int, metrics: Mapping[str, float]) -> Iterator[str]:
-        """What is to be said of a step, at most three lines."""
+        """Write the lines of a step, at most three: header, values, validation."""
         if any(name in metrics for column in COLUMNS for name in column.metrics):
             if not self._columns:
                 found = (column for column in COLUMNS if any(name in metrics for name in column.metrics))

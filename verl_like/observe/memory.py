@@ -52,7 +52,7 @@ def reset_peak(device: torch.device) -> int | None:
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """By torch on a CUDA device; 0 on a CPU."""
+    """Count the bytes that torch has allocated on a CUDA device; 0 on a CPU."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 

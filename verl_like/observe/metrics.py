@@ -113,7 +113,7 @@ def sequence_balance_metrics(num_tokens: Sequence[int], rank_rows: Sequence[Sequ
 
 
 def training_metrics(global_step: int, epoch: int) -> dict[str, float]:
-    """Where the run is; trackers use `training/global_step` as the x axis."""
+    """Report the run's step and epoch; trackers use `training/global_step` as the x axis."""
     return {"training/global_step": float(global_step), "training/epoch": float(epoch)}
 
 

@@ -48,7 +48,7 @@ def _served(trainer: TrainerConfig, registry: CollectorRegistry) -> tuple[Any, t
 
 
 def _bounded(handler: type[Any]) -> type[Any]:
-    """Its connections, a few at a time and each for seconds: one that says nothing would keep a thread for ever."""
+    """Limit the connections of a handler, in number and in seconds: an idle one would keep a thread for ever."""
     places = threading.BoundedSemaphore(_MOST_VISITS)
 
     class Visit(handler):  # type: ignore[misc]

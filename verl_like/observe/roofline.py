@@ -1,4 +1,4 @@
-"""How far each phase of a step is from what the hardware allows, and what to change first.
+"""Roofline of a step: the distance of each phase from what the hardware allows, and the first thing to change.
 
 A floor is the time that the unavoidable work would take at the device's peak: operations of the forward and backward
 passes, weights and cache that decoding must read, bytes that a weight sync must move. Nothing can be faster; a phase
@@ -24,7 +24,7 @@ _PASSES = {  # phase of the step -> (role, verl's name of its model FLOPs utilis
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunShape:
-    """What the floors need to know of a run besides the lengths of its rows."""
+    """Facts about a run that the floors need besides the lengths of its rows."""
 
     actor: ModelCost
     critic: ModelCost | None
@@ -39,7 +39,7 @@ class RunShape:
     elsewhere: Mapping[str, DevicePeak] = field(default_factory=dict)  # role -> all devices of its own pool
 
     def peak_of(self, role: str) -> DevicePeak:
-        """What a role's devices can do together."""
+        """Return the peak of a role's devices together."""
         return self.elsewhere.get(role, self.peak)
 
 

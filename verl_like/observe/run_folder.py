@@ -1,4 +1,4 @@
-"""What a run leaves behind, read back: `verl_like.read_run(folder)`. Needs neither torch nor the trainer.
+"""Reader of the files that a run leaves behind: `verl_like.read_run(folder)`. Needs neither torch nor the trainer.
 
 docs/run_folder.md lists the files. A run that is still going on can be read too: what is being written is left out.
 """

@@ -146,7 +146,7 @@ def add_tokens(
 
 
 def row_of(rows: Rollouts | Experience, column_T: Tensor, i: int) -> Tensor:
-    """What a column has for one row's response."""
+    """Cut the part of a token column [T] that belongs to the response of row `i`."""
     end = int(rows.response_length_B[: i + 1].sum())
     return column_T[end - int(rows.response_length_B[i]) : end]
 
@@ -174,7 +174,7 @@ class TokenTexts:
         return texts
 
     def _alone(self, token: int) -> str:
-        """As after another token: at the start of a text some tokenizers leave a word's space out."""
+        """Decode a token as it reads behind another one: at the start of a text some tokenizers drop a word's space."""
         if token not in self._known:
             once, twice = self._decode([token]), self._decode([token, token])
             self._known[token] = twice[len(once) :] if twice.startswith(once) else once

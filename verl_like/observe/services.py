@@ -48,7 +48,7 @@ def require(name: str) -> Any:
 
 
 class ServiceTracker:
-    """What the four have in common. ValueError, naming what to do, where the service cannot be started."""
+    """Base of the four trackers. Raises ValueError, which says what to do, where the service cannot be started."""
 
     name = ""
 

@@ -13,7 +13,7 @@ _ALL_TOKEN_PHASES = frozenset({"old_log_prob", "ref", "values", "adv", "update_c
 
 
 class PhaseObserver(Protocol):
-    """Is told what the run is doing now (the live display is one)."""
+    """Observer that is told what the run is doing now (the live display is one)."""
 
     def phase_started(self, name: str) -> None: ...
 

@@ -1,5 +1,7 @@
-"""Where metrics go: `trainer.logger` picks console, tensorboard, a service (`services.py`) or a class of the user's; a
-jsonl file is always written."""
+"""Trackers of metrics: `trainer.logger` picks console, tensorboard, a service (`services.py`) or a class of the user's.
+
+A jsonl file is always written.
+"""
 
 from __future__ import annotations
 
@@ -195,7 +197,7 @@ class _Caller:
         threading.Thread(target=self._work, name=f"tracker {name}", daemon=True).start()
 
     def call(self, action: Callable[[], T], seconds: float) -> T:
-        """Its result, or error; _Hangs if it takes longer."""
+        """Run `action` in the tracker's thread and return its result or raise its error; _Hangs if it takes longer."""
         future: Future[T] = Future()
         self._calls.put((action, future))
         if not wait([future], timeout=seconds).done:
@@ -203,7 +205,7 @@ class _Caller:
         return future.result()
 
     def end(self) -> None:
-        """After the calls that were made."""
+        """End the thread after the calls that were made."""
         self._calls.put(None)
 
     def _work(self) -> None:
@@ -253,7 +255,7 @@ class JsonlTracker:
         _append(self._samples_path, "".join(to_json({**sample, "step": step}) + "\n" for sample in samples))
 
     def finish(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: no file is held open."""
 
 
 def _append(path: Path, text: str) -> None:

@@ -77,7 +77,7 @@ class Service:
             raise TransientError(f"{type(error).__name__}: {error}") from error
 
     def _without_keys(self, text: str) -> str:
-        """Without what a server repeats of the headers: the API key."""
+        """Mask the API key where a server repeats the headers."""
         for value in self.headers.values():
             text = text.replace(value.removeprefix("Bearer "), "***")
         return text

@@ -37,7 +37,7 @@ _WORD = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
 
 
 class RateLimit:
-    """At most `limit` units in any 60 seconds. None: no limit."""
+    """Limit of `limit` units in any 60 seconds. None: no limit."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""From responses to rewards: decode, score in worker processes, count what failed.
+"""Manager of rewards: decodes responses, scores them in worker processes, counts what failed.
 
 One path for everything: built-in graders and the user's reward function run in the same killable processes
 (`services`). A row whose reward could not be computed gets NaN and valid_B false: it is left out of training, never
@@ -116,7 +116,7 @@ class RewardManager:
         self._model = model
 
     def use_servers(self, served: ServedModel) -> None:
-        """Tell the graders the addresses of the served reward model: once it is served, and after each restart of it."""
+        """Tell the graders the addresses of the served reward model, once it is served and after each restart."""
         self._served = served
         if self._judge is not None:
             self._judge.use_servers(served.addresses, served.path, served.end_ids)
@@ -343,7 +343,7 @@ def _num_workers(custom: CustomRewardFunctionConfig, manager: str) -> int:
 
 
 def _graded_by(custom: CustomRewardFunctionConfig, reward_model: RewardModelConfig) -> str:
-    """Whose scores these are, for messages."""
+    """Name the origin of the scores, for messages."""
     if reward_model.reward_manager not in REWARD_MANAGERS:
         return f"reward_model.reward_manager={reward_model.reward_manager}"
     if custom.path is not None:

@@ -40,7 +40,10 @@ def prctl(option: int, argument: int = 0) -> None:
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """This signal when the parent ends. A change of user clears it: call it after that."""
+    """Ask the kernel to send this process a signal when its parent ends.
+
+    A change of user clears the request: call this after it.
+    """
     prctl(_PR_SET_PDEATHSIG, number)
 
 

@@ -84,7 +84,7 @@ def layer_flops(shape: ModelShape, lengths: list[int]) -> float:
 
 
 def packed(shape: ModelShape, lengths: list[int], device: torch.device, dtype: torch.dtype) -> Callable[[], None]:
-    """Our attention function as the model calls it."""
+    """Prepare our attention function, as the model calls it, on packed sequences."""
     segments = Segments(sorted(lengths), device)
     inputs = _inputs(shape, (1, sum(lengths)), device, dtype)
     module = torch.nn.Identity()

@@ -66,7 +66,7 @@ class StageClock:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Inside, time belongs to `name`, unless another stage is opened within."""
+        """Charge the time until the block ends to `name`, but for that of stages opened within."""
         self._charge()
         self._open.append(name)
         try:

@@ -40,7 +40,7 @@ class Quality:
 
     @property
     def good(self) -> bool:
-        """Both targets."""
+        """True where both targets are met."""
         return self.count <= self.least + EXCESS and (self.count < _MANY or self.fill > FILL)
 
 

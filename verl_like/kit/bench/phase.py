@@ -51,7 +51,10 @@ class Job:
         return self.spec.plan.world_size
 
     def run_shape(self, peaks: Sequence[DevicePeak]) -> RunShape:
-        """For the floors; peaks: one for each rank."""
+        """Make the shape that the floors are computed from.
+
+        peaks: one for each rank.
+        """
         rollout = self.spec.config.actor_rollout_ref.rollout
         weight_type = dtype_of(resolve_dtype(rollout.dtype, self.device))
         return RunShape(

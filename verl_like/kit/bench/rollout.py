@@ -64,7 +64,7 @@ def measured(arguments: argparse.Namespace) -> Report:
 
 
 def measure(process: ProcessInfo, run_id: str, job: Job, num_rounds: int) -> tuple[list[float], DevicePeak]:
-    """On each rank: seconds of each round, and what the device can do in the rollout's precision."""
+    """Measure on each rank the seconds of each round, and the device's peak in the rollout's precision."""
     engine = rollout_engine(job.spec, process, run_id)
     try:
         peak = device_peak(process.device, engine.dtype)

@@ -92,8 +92,10 @@ def main(arguments: argparse.Namespace) -> Report:
 
 
 def measure(process: ProcessInfo, run_id: str, job: Job, kind: str, num_rounds: int) -> RankFigures:
-    """On each rank: syncs with and without the proof in turn, from the trainer's phase each; one of each whose memory
-    is counted; in one process one more by stages."""
+    """Measure on each rank syncs with and without the proof in turn, each from the trainer's phase on.
+
+    One more of each counts the memory; in one process, a last one is timed by stages.
+    """
     actor = ActorRole(job.spec, process).engine
     syncs: _Here | _Between = (_Here if kind == "inproc" else partial(_Between, kind))(job, process, run_id, actor)
     try:
@@ -152,7 +154,7 @@ class _Here:
 
 
 class _Between:
-    """To an engine in another process: one for each rank by ipc, one for all by broadcast, which the first rank has."""
+    """Syncs to an engine in another process: one for each rank by ipc; one for all, of the first rank, by broadcast."""
 
     def __init__(self, kind: str, job: Job, process: ProcessInfo, run_id: str, actor: FSDPEngine) -> None:
         policy, self._engine = job.spec.config.actor_rollout_ref, None
@@ -177,7 +179,7 @@ class _Between:
         self._sources = {WITH: made(prove=True), WITHOUT: made(prove=False)}
 
     def prepare(self) -> None:
-        """There is no other engine to make room for."""
+        """Do nothing: there is no other engine to make room for."""
 
     def sync(self, name: str, version: int, function: Callable[[Hosted], tuple[Receipt, int]]) -> int:
         """One sync; what `function` counted in the engine's process."""
@@ -206,12 +208,12 @@ def _from_first(value: Any) -> Any:
 
 
 def receive(engine: Hosted) -> tuple[Receipt, int]:
-    """In the engine's process."""
+    """Receive an update, in the engine's process."""
     return receive_update(engine), 0
 
 
 def receive_counted(engine: Hosted) -> tuple[Receipt, int]:
-    """In the engine's process: with the most bytes that it took there."""
+    """Receive an update, in the engine's process, and count the most bytes that it takes there."""
     with LiveBytes(engine.device) as live:
         receipt = receive_update(engine)
     return receipt, live.peak

@@ -92,7 +92,7 @@ def variants_of(arguments: argparse.Namespace) -> list[Variant]:
 
 
 def measure(process: ProcessInfo, run_id: str, job: Job, variants: list[Variant], num_rounds: int) -> RankFigures:
-    """On each rank: every variant in turn, in rounds, so that a change of the machine's speed meets them all."""
+    """Measure every variant in turn on each rank, in rounds, so that a change of the machine's speed meets them all."""
     batch = grouped_rows(job.workload, job.spec.tokenizer_size, seed=1)
     rows = share_of_rank(job, batch, process)
     denominators = denominators_of(batch, job.workload.max_response)

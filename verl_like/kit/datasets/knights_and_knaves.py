@@ -49,7 +49,7 @@ class Claim:
         ]
 
     def text(self, names: list[str]) -> str:
-        """In words."""
+        """Write the claim in words."""
         if self.kind in ("knight", "knave"):
             return f"{names[self.person]} is a {self.kind}"
         first, second = (part.text(names) for part in self.parts)

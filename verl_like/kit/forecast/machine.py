@@ -46,7 +46,10 @@ class Finding:
 
 
 def examine(*, start_ray: bool = False) -> Iterator[Finding]:
-    """Everything, in the order in which it is shown. start_ray: start one and stop it again (some 10 seconds)."""
+    """Examine all parts of the machine, in the order in which they are shown.
+
+    start_ray: start a Ray and stop it again (some 10 seconds).
+    """
     yield from _versions()
     yield from _engines()
     yield from _devices()
@@ -162,7 +165,7 @@ def _ray(start: bool) -> Iterator[Finding]:
 
 
 def _sandbox() -> Finding:
-    """For graders and tools that run the model's code."""
+    """Examine the sandbox, which graders and tools run the model's code in."""
     try:
         found = assess(SandboxSettings())
     except (SandboxError, OSError) as error:

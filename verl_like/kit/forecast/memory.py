@@ -76,7 +76,7 @@ class Forecast:
         return [(phase, self._text(phase)) for phase in self.phases]
 
     def text(self) -> str:
-        """By phase, on one device."""
+        """Write the forecast by phase, for one device."""
         told = [f"{phase:<14}  {text}" for phase, text in self.rows()]
         room = "not known here" if self.capacity is None else f"{self.capacity / GIB:.1f} GiB"
         return "\n".join([f"room for one process: {room}; at full lengths each phase takes", *told])

@@ -197,7 +197,7 @@ def health_cards(verdicts: Sequence[Verdict], kept: Sequence[int]) -> list[dict[
 
 
 def wanted_steps(verdicts: Sequence[Verdict], kept: Sequence[int]) -> set[int]:
-    """Kept steps that the health rules link to."""
+    """Collect the kept steps that the health rules link to."""
     return {link["kept"] for card in health_cards(verdicts, kept) for link in card["links"] if link["kept"] is not None}
 
 

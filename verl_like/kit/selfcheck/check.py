@@ -228,7 +228,7 @@ class SelfCheck:
 
 
 def _few(case: Case) -> MicroBatchRule:
-    """So many tokens that a few rows fit."""
+    """Make the rule of a token budget that a few rows fit into."""
     return MicroBatchRule(max_tokens=int(case.shares[1][0][0].num_tokens_B().max()) + 1)
 
 

@@ -114,7 +114,7 @@ class PlainModel:
 
 @torch.no_grad()
 def scale_weights(model: nn.Module, factor: float) -> None:
-    """Another policy: all weights times `factor`. They may be sharded."""
+    """Multiply all weights by `factor`, which makes another policy. They may be sharded."""
     for weight in model.parameters():
         weight.mul_(factor)
 

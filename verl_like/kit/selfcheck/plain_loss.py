@@ -26,7 +26,7 @@ OWN_LOSSES = ("vanilla", "gpg", "policy_gradient")  # those whose loss per token
 
 @dataclass(slots=True, kw_only=True)
 class Joining:
-    """From losses per token to one number: loss_agg_mode with the mini-batch's own counts."""
+    """Aggregation of losses per token to one number: loss_agg_mode with the mini-batch's own counts."""
 
     num_tokens: int
     num_episodes: int

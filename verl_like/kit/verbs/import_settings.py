@@ -107,5 +107,5 @@ def _left(item: Item) -> str:
 
 
 def _right(item: Item) -> str:
-    """In one line: the report stands as comments in the script that is written."""
+    """Write the settings in one line: the report stands as comments in the script that is written."""
     return " ".join(" ".join(f"{key}={text_of(value)}".split()) for key, value in item.settings.items())

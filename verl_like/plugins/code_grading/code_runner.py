@@ -156,9 +156,9 @@ class LocalRunner:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any] | None) -> LocalRunner:
-        """This process's runner with these settings (SandboxSettings' fields).
+        """Return this process's runner with these settings (SandboxSettings' fields).
 
-        SandboxError if this machine's sandbox is weaker than min_level: found out here, as nobody else may have.
+        Raises SandboxError if this machine's sandbox is weaker than min_level: found out here, as nobody else may have.
         """
         wanted = SandboxSettings(**(settings or {}))
         if cls._current is None or cls._current.settings != wanted:

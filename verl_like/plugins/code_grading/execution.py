@@ -17,7 +17,7 @@ _MARGIN_S = 10.0  # to start a jail, and to compare
 
 
 class ExecutionPlace:
-    """This machine's sandbox, or a remote one (reward_model.sandbox_fusion.url)."""
+    """Sandbox that programs run in: this machine's, or a remote one (reward_model.sandbox_fusion.url)."""
 
     def __init__(self, config: RewardModelConfig, *, num_workers: int, call_timeout: float) -> None:
         self._call_timeout = call_timeout

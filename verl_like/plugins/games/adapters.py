@@ -150,8 +150,10 @@ class Conversation(list[dict[str, Any]]):
 
 
 class TextRenderer:
-    """In place of a renderer of tinker-cookbook's, for its environments of tokens (`Env`, `ProblemEnv`): what they
-    render stays messages, and what they parse is the text that the model wrote."""
+    """Replacement of a renderer of tinker-cookbook's, for its environments of tokens (`Env`, `ProblemEnv`).
+
+    What they render stays messages, and what they parse is the text that the model wrote.
+    """
 
     def build_generation_prompt(self, messages: Sequence[dict[str, Any]], **_: Any) -> Conversation:
         return Conversation(messages)
@@ -160,7 +162,7 @@ class TextRenderer:
         return []
 
     def parse_response(self, response: str) -> tuple[dict[str, Any], Any]:
-        """An answer that has ended, also one that was cut off."""
+        """Return the response as an answer that has ended, also one that was cut off."""
         ended = need("tinker_cookbook.renderers", "tinker-cookbook").ParseTermination.STOP_SEQUENCE
         return {"role": "assistant", "content": response}, ended
 

@@ -23,7 +23,7 @@ Node = tuple[Any, ...]
 
 
 class UnknownExpression(ValueError):
-    """Not in the language, or too large to be computed here."""
+    """Error of a text that is not in the language, or too large to be computed here."""
 
 
 _FUNCTIONS = {

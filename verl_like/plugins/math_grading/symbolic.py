@@ -42,7 +42,7 @@ _OPERATOR = re.compile(r"[-+*/^=<>]|\\[A-Za-z]+")
 
 
 class _TookTooLong(BaseException):
-    """Not an Exception: sympy catches those."""
+    """Time-out. Not an Exception: sympy catches those."""
 
 
 def equal(truth: str, answer: str) -> bool:

@@ -120,7 +120,7 @@ class SGLangRolloutEngine(SteppedRolloutEngine):
         return compat.step(self._scheduler, beginning)
 
     def _sample(self, logits_output: Any, forward_batch: Any) -> Tensor:
-        """In place of SGLang's sampler: the next token of each request of the step, kept there with its log-prob."""
+        """Draw the next token of each request of the step, in SGLang's sampler's place, and keep it with its log-prob."""
         logits_bV = logits_output.next_token_logits[:, : self.tokenizer_size].float()
         token_b, log_prob_b = logits_bV.argmax(dim=-1), logits_bV.new_zeros(len(logits_bV))
         drawn = [i for i, request in enumerate(self._in_step) if request.row is not None]

@@ -99,7 +99,10 @@ class AgentLoopService:
         return await self._progress(session)
 
     async def _run(self, request: AgentRequest, session: _Session) -> tuple[LoopRow, ...] | None:
-        """Whatever the user's code raises is kept: SystemExit would end the worker."""
+        """Run the loop and convert its result.
+
+        Every error of the user's code is kept: SystemExit would end the worker.
+        """
         try:
             loop = self._make(request.name, session.policy)
             fields = request.fields

@@ -205,7 +205,10 @@ def _named(run: Callable[..., Any]) -> list[str]:
 
 
 async def _in_thread(run: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """In a thread of its own: in a pool's, programs would wait for those that hang, and nothing can end these."""
+    """Run the program in a thread of its own.
+
+    In a pool's threads, programs would wait for those that hang, and nothing can end these.
+    """
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()  # from here on it cannot be cancelled under the thread
 

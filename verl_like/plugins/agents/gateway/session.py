@@ -198,7 +198,7 @@ class Session:
             task.get_loop().call_soon_threadsafe(task.cancel)
 
     def turns(self) -> list[Turn]:
-        """Everything that was sampled, row by row; the row that ended last comes last."""
+        """Collect all turns that were sampled, row by row; the row that ended last comes last."""
         children: dict[int, list[Reply]] = {}
         for reply in self.replies:
             children.setdefault(-1 if reply.parent is None else reply.parent.number, []).append(reply)

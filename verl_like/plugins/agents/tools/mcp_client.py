@@ -28,10 +28,12 @@ _SAID_BYTES = 2000
 
 @dataclass(frozen=True, kw_only=True)
 class McpServerSettings:
-    """Either a command, which runs as a child of the worker, or an address (streamable HTTP).
+    """Settings of one server: a command, which runs as a child of the worker, or an address (streamable HTTP).
 
-    timeout: [s] of a call. start_timeout: [s] until the server has told its tools. rate_limit: calls a second of one
-    worker. header_env: header -> environment variable that holds it.
+    timeout: [s] of a call.
+    start_timeout: [s] until the server has told its tools.
+    rate_limit: calls a second of one worker.
+    header_env: header -> environment variable that holds it.
     """
 
     name: str

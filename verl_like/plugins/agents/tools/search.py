@@ -131,7 +131,7 @@ def _open(settings: SearchSettings) -> tuple[Any, Sequence[dict[str, str]]]:
 
 
 def _fingerprint(settings: SearchSettings, files: Sequence[Path], version: str) -> str:
-    """Another one for other files, columns or library: file names, sizes and times, not their content."""
+    """Hash what the index depends on: columns, library version, and the files' names, sizes and times (not content)."""
     stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     parts = [stats, settings.text_column, settings.title_column, version]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

@@ -15,9 +15,9 @@ SIDES = ("left", "middle", "right")
 
 
 def truncate(text: str, length: int, side: str) -> str:
-    """At most `length` characters of a text, and a mark where the rest was: verl's form.
+    """Cut a text to `length` characters, with a mark where the rest was: verl's form.
 
-    side: which part is cut. Of an odd length, "middle" keeps one character less, but never none.
+    side: the part that is cut. Of an odd length, "middle" keeps one character less, but never none.
     """
     if side not in SIDES:
         raise ValueError(f"tool_response_truncate_side={side!r}: must be one of {', '.join(SIDES)}")

@@ -87,7 +87,10 @@ class Jail:
         self._delete_scratch()
 
     def _delete_scratch(self) -> None:
-        """Without namespaces it is full of files, and a dying program may be adding some more."""
+        """Delete the scratch folder.
+
+        Without namespaces it is full of files, and a dying program may be adding some more.
+        """
         for _ in range(20):
             try:
                 cleaning.empty_folder(self._scratch)

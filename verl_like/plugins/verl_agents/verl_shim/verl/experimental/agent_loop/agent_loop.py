@@ -50,14 +50,14 @@ class AgentLoopOutput(BaseModel):
 
 
 class DictConfigWrap:
-    """Something with the configuration as `config`."""
+    """Holder of the configuration as `config`."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
 
 
 class ToolListWrap:
-    """Something with tools as `tools`."""
+    """Holder of the tools as `tools`."""
 
     def __init__(self, tools: list[Any]) -> None:
         self.tools = tools

@@ -39,7 +39,7 @@ class CompletionCallback(ABC):
         """messages: so far, without the answer. completions: the answer, in the form of OpenAI's chat interface."""
 
     def postprocess(self, batch: Any, batch_conversations: list[list[dict[str, Any]]], n: int) -> Any:
-        """Never called: what is trained on are the tokens that were sampled, not the conversation's text."""
+        """Raise NotImplementedError: the tokens that were sampled are trained on, not the conversation's text."""
         raise NotImplementedError
 
 
