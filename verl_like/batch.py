@@ -257,7 +257,7 @@ class MediaHandle:
 
     @property
     def image(self) -> tuple[str, str, int, int, str]:
-        """Equal for the same image, wherever it stands."""
+        """Key that is equal for the same image, wherever it stands."""
         return self.path, self.column, self.row, self.number, str(self.source)
 
 
@@ -364,13 +364,13 @@ class Scores(TensorStruct):
 
 
 def usable_number(value: Any) -> float | None:
-    """`value` as a float if it is one number, finite also as the 32-bit float of training, or a boolean; else None."""
+    """Convert a boolean or one number, finite also as the 32-bit float of training, to a float; None for all else."""
     number = value if isinstance(value, int) else scalar(value)  # an int may be too large for a float
     return float(number) if number is not None and abs(number) < _TOO_LARGE else None
 
 
 def scalar(value: Any) -> float | None:
-    """`value` as a float if it is one number (Python, numpy or a one-element tensor), else None."""
+    """Convert one number (Python, numpy or a one-element tensor) to a float; None for all else."""
     if isinstance(value, bool | int | float):
         return float(value)
     if isinstance(value, Tensor):
@@ -391,7 +391,7 @@ def numeric_extras(extra: Mapping[str, Any]) -> dict[str, float]:
 
 
 def unusable_extras(extras: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
-    """Further numbers that some rows of a reward function lack: key -> the rows whose value is no usable number."""
+    """List, for each number of a reward function that some rows lack, the rows whose value is no usable number."""
     numbers = {key for e in extras for key, v in e.items() if isinstance(v, int) or scalar(v) is not None}
     keys = numbers - {"score", "pred"}
     rows = {key: [i for i, e in enumerate(extras) if key in e and usable_number(e[key]) is None] for key in keys}

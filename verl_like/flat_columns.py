@@ -101,7 +101,7 @@ def row_sums(values_T: Tensor, length_B: Tensor) -> Tensor:
 
 
 def on_rows(values_B: Tensor, length_B: Tensor) -> Tensor:
-    """Each row's value on all of its tokens: [T]."""
+    """Repeat each row's value for all of its tokens: [B] to [T]."""
     if values_B.device.type != "cpu" or values_B.requires_grad:
         return values_B.repeat_interleave(length_B)
     return _tensor(np.repeat(_array(values_B), length_B.numpy()), values_B.dtype)  # ten times faster
@@ -139,7 +139,11 @@ class Blocks:
     """
 
     def __init__(self, length_B: Tensor, group_B: Tensor | None = None, entries: int | None = None) -> None:
-        """group_B: rows of a group are in one block. entries: of a block, where one row or group does not have more."""
+        """Divide the rows into blocks.
+
+        group_B: rows of a group are in one block.
+        entries: size of a block, where no row or group alone has more.
+        """
         self._ends, self._lengths = bounds(length_B), length_B.tolist()
         self._groups = range(len(length_B)) if group_B is None else group_B.tolist()
         self._entries = _BLOCK if entries is None else entries
@@ -191,7 +195,10 @@ def revived(given: Any) -> Any:
 
 
 def places(length_B: Tensor, width: int, side: Side, num_tokens: int | None = None) -> Tensor:
-    """int64 [T]: where each token is in a flattened [B, width]. num_tokens: T; without it a device is waited for."""
+    """Compute where each token is in a flattened [B, width]: int64 [T].
+
+    num_tokens: T; without it the call waits for the device.
+    """
     row_T = torch.arange(len(length_B), device=length_B.device).repeat_interleave(length_B, output_size=num_tokens)
     first_B = length_B.cumsum(0) - length_B
     column_T = torch.arange(len(row_T), device=length_B.device) - first_B[row_T]

@@ -53,9 +53,10 @@ class Span:
 
 
 class Beacon:
-    """The spans of this process, in the file `path`. stall_timeout: [s] see the module; None: nothing is late.
+    """Publisher of the spans of this process, in the file `path`.
 
-    last_collective: tells of each process group the last collective that was begun here.
+    stall_timeout: [s] see the module; None: no thread is ever late.
+    last_collective: function that gives, for each process group, the last collective that was begun here.
     """
 
     def __init__(
@@ -214,8 +215,10 @@ def beacon_file(memory_id: str, log_path: str) -> Path:
 
 
 def read_beacon(path: Path) -> dict[str, Any] | None:
-    """{"spans": [...], "collective": {...}} with the `age_s` of each span, which must be of this machine; None where
-    there is none."""
+    """Read {"spans": [...], "collective": {...}} with the `age_s` of each span; None where there is none.
+
+    The file must be of this machine, whose clock gives the ages.
+    """
     for _ in range(5):  # it may be written at this moment
         try:
             found = json.loads(path.read_bytes().split(b"\0", 1)[0])

@@ -223,7 +223,7 @@ class Uploader:
     does not answer holds nothing up after its time (RemoteFolder.overdue_s)."""
 
     def __init__(self, remote: RemoteFolder, run: str = "", *, over_others: bool = True) -> None:
-        """run, over_others: see RemoteFolder.upload."""
+        """Begin without any upload. For run and over_others see RemoteFolder.upload."""
         self.remote, self._run, self._over_others = remote, run, over_others
         self._tasks: queue.SimpleQueue[tuple[Path, Future[None]]] = queue.SimpleQueue()
         self._pending: dict[Path, Future[None]] = {}
@@ -317,7 +317,7 @@ def to_shared_memory(folder: Path, key: str) -> Path:
 
 @contextmanager
 def one_at_a_time(target: Path) -> Iterator[None]:
-    """No other process of this machine makes `target` meanwhile."""
+    """Keep other processes of this machine from making `target` meanwhile."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with (target.parent / f".{target.name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

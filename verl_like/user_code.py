@@ -127,7 +127,7 @@ def find(module: ModuleType, name: str, setting: str) -> Any:
 
 
 def check_call(function: Any, setting: str, *arguments: str, keywords: Mapping[str, Any] | None = None) -> None:
-    """UserCodeError unless `function` can be called with these positional arguments and keywords."""
+    """Raise UserCodeError unless `function` can be called with these positional arguments and keywords."""
     if not callable(function):
         raise UserCodeError(f"{setting} is a {type(function).__name__}, which cannot be called")
     try:

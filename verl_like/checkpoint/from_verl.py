@@ -42,9 +42,9 @@ def is_verl_step(path: Path) -> bool:
 
 
 def converted(source: Path, root: Path) -> tuple[Path, list[str]]:
-    """verl's checkpoint as one of ours below `root`, and what was not taken; as it is there if it was made before.
+    """Convert verl's checkpoint to one of ours below `root`, unless it is there already; return what was not taken too.
 
-    ValueError for files that are not whole or hold what torch does not know to be harmless.
+    Raises ValueError for files that are not whole or hold what torch does not know to be harmless.
     """
     out, step = layout.step_dir(root, layout.step_of(source)), layout.step_of(source)
     if out.is_dir() and layout.read_trainer_state(out).get("verl") == str(source):

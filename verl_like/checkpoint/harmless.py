@@ -25,8 +25,10 @@ _KNOWN = {
 
 
 class HarmlessReader(FileSystemReader):
-    """torch's reader, whose index may name the classes of an index and nothing else. (Tensors themselves it reads with
-    weights_only.) ValueError for an index that names anything else."""
+    """Reader of torch's whose index may name the classes of an index and nothing else.
+
+    Tensors it reads with weights_only anyway. Raises ValueError for an index that names anything else.
+    """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:

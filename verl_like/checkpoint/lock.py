@@ -161,7 +161,7 @@ def _answers(pid: int) -> bool:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Two runs that start at once look and write one after the other (where the file system has locks)."""
+    """Let two runs that start at once look and write one after the other (where the file system has locks)."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)

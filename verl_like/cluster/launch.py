@@ -115,13 +115,17 @@ def connect(
     run_id: str | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> RaySession:
-    """Join the Ray cluster at `address` ("auto", host:port, ray:// is refused), or start one on this machine.
+    """Join the Ray cluster at `address` ("auto", host:port; ray:// is refused), or start one on this machine.
 
-    num_cpus: cores a Ray of our own offers (None: all, and at least `min_cpus`, since a rank is a process and not a
-    core). temp_dir: where it keeps its session folder (None: a new one under the system's, removed at the end).
-    object_store_memory: bytes (None: a tenth of memory between 128 MB and 8 GB). timeline_json_file: written at the
-    end, for chrome://tracing. extra: further arguments of ray.init. A Ray that is already initialised in this process
-    is used as it is. Raises ValueError for settings that contradict each other, and for an address where no Ray is.
+    A Ray that is already initialised in this process is used as it is. Raises ValueError for settings that contradict
+    each other, and for an address where no Ray is.
+
+    num_cpus: cores that a Ray of our own offers; None: all, and at least `min_cpus`, since a rank is a process and not
+        a core.
+    temp_dir: folder of its session; None: a new one below the system's, removed at the end.
+    object_store_memory: bytes; None: a tenth of memory between 128 MB and 8 GB.
+    timeline_json_file: file to write at the end, for chrome://tracing.
+    extra: further arguments of ray.init.
     """
     run_id = run_id or new_run_id()
     if ray.is_initialized():
@@ -252,7 +256,10 @@ def _common() -> dict[str, Any]:
 
 
 def check_joining(address: str, num_cpus: int | None, temp_dir: str | None) -> None:
-    """ValueError for settings that contradict joining a cluster, ConfigError where no Ray answers in two seconds."""
+    """Check settings for joining a cluster.
+
+    Raises ValueError for those that contradict it, ConfigError where no Ray answers in two seconds.
+    """
     if address.startswith("ray://"):
         raise ValueError(
             f"ray_init.address={address}: Ray Client addresses are not supported, because the training loop must run "
@@ -268,7 +275,7 @@ def check_joining(address: str, num_cpus: int | None, temp_dir: str | None) -> N
 
 
 def _check_reachable(address: str) -> None:
-    """ConfigError where no Ray answers: it would be tried for up to ten minutes, and no signal heard meanwhile."""
+    """Raise ConfigError where no Ray answers: Ray would try for up to ten minutes, and no signal be heard meanwhile."""
     services: Any = ray._private.services  # pyright: ignore[reportAttributeAccessIssue]
     key = f"ray_init.address={address}"
     fix = "start one there (ray start --head), or leave the key out for a Ray of ours"
@@ -304,7 +311,7 @@ def _object_store_bytes() -> int:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """No usage statistics, no chatter of Ray itself; workers as important as their driver."""
+    """Silence Ray's usage statistics and chatter; its workers get the driver's priority."""
     for name, value in _OF_RAY.items():
         os.environ.setdefault(name, value)
     worker: Any = ray._private.worker  # pyright: ignore[reportAttributeAccessIssue]
@@ -342,7 +349,7 @@ def _print_in_a_line(batch: dict[str, Any], *arguments: Any, **more: Any) -> Non
 
 @contextlib.contextmanager
 def _signal_handlers_kept() -> Iterator[None]:
-    """ray.init replaces the handler of SIGTERM; put the caller's back."""
+    """Restore the caller's handler of SIGTERM, which ray.init replaces."""
     handler = signal.getsignal(signal.SIGTERM)
     try:
         yield

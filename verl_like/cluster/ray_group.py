@@ -124,13 +124,18 @@ class RayPendingResult:
 
 
 class RayWorkerGroup:
-    """Starts one worker per slot of the allocation and calls them together.
+    """Group of workers, one per slot of the allocation, started and called together.
 
-    worker: import path "package.module:Class". spec: its first argument, anything that pickles. log_dir: each rank
-    writes `<name>_rank<r>.log` there, on its own node. environment: further variables for the workers. runtime_env:
-    Ray's, for the workers alone. wait: until all are built; otherwise `wait_started` does. watchdog: the run's.
-    spare: the run goes on without this group.
     Raises WorkerError with the worker's own traceback when a constructor fails, WorkerTimeout after `start_timeout` s.
+
+    worker: import path "package.module:Class".
+    spec: first argument of the class; anything that pickles.
+    log_dir: folder in which each rank writes `<name>_rank<r>.log`, on its own node.
+    environment: further variables for the workers.
+    runtime_env: Ray's, for the workers alone.
+    wait: wait until all workers are built; otherwise `wait_started` does.
+    watchdog: the run's.
+    spare: the run goes on without this group.
     """
 
     def __init__(

@@ -67,9 +67,12 @@ def allocate(
 ) -> Allocation:
     """Reserve room for the ranks, waiting up to `timeout` seconds for nodes that are busy or still joining.
 
-    device: "cuda" reserves one GPU per rank, "cpu" only cores. may_grow: False when no node can join later (a Ray of
-    our own): then room that can never be there is refused at once. keys: that say the two sizes. Raises ResourcesError
-    saying what was asked for and what the cluster has.
+    Raises ResourcesError, which says what was asked for and what the cluster has.
+
+    device: "cuda" reserves one GPU per rank, "cpu" only cores.
+    may_grow: False when no node can join later (a Ray of our own); room that can never be there is then refused at
+        once.
+    keys: names of the keys that set the two sizes, for messages.
     """
     if nnodes < 1 or ranks_per_node < 1:
         raise ValueError(f"{keys[0]}={nnodes} and {keys[1]}={ranks_per_node} must be 1 or more")

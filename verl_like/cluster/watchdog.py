@@ -29,8 +29,11 @@ _AGAIN_S = 5.0  # a second look before the end
 
 @dataclass(slots=True, kw_only=True)
 class Watched:
-    """One rank, and what was seen of it at the last look. called: methods it was asked for and has not answered,
-    asked: when (monotonic), for the first of them."""
+    """State of one rank at the watchdog's last look.
+
+    called: methods that it was asked for and has not answered.
+    asked: monotonic time of the first of these calls.
+    """
 
     pool: str
     rank: int
@@ -98,7 +101,7 @@ class Watchdog:
         return 30.0 if self.stall_timeout is None else min(30.0, self.stall_timeout / 6)
 
     def look_when_due(self) -> None:
-        """`look`, at most once in `interval_s`: for those that wait for something else than a call."""
+        """Take a look if `interval_s` has passed since the last one; for a thread that waits for no call."""
         if time.monotonic() - self._looked >= self.interval_s:
             self.look()
 
@@ -178,7 +181,7 @@ class Watchdog:
                 rank.collective = each.get("collective", {})
 
     def _judge(self, rank: Watched, now: float, seen_s: float) -> None:
-        """late, busy."""
+        """Set the rank's `late` and `busy`."""
         assert self.stall_timeout is not None
         limits = [(min(each["age_s"], seen_s), each["allowed_s"]) for each in rank.spans if each["whom"] != DRIVER]
         if rank.called and not rank.spans:

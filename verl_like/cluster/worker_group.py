@@ -94,7 +94,7 @@ class WorkerDied(WorkerError):
 
 
 class WorkerTimeout(WorkerError):
-    """Some ranks did not answer in time; `ranks` says which."""
+    """Error of ranks that did not answer in time; `ranks` says which."""
 
 
 class WorkerStalled(WorkerTimeout):

@@ -24,11 +24,13 @@ _CHUNK = 1000  # prompts per task of the worker processes
 
 
 class PromptEncoder:
-    """Messages -> token ids with a chat template. Picklable.
+    """Encoder of messages to token ids with a chat template. Picklable.
 
-    template: Jinja text that replaces the tokenizer's own, "" for no template at all, None for the tokenizer's own.
     Without a template (base models) a single user message is the prompt itself, with the tokenizer's own special tokens
-    (BOS); anything else is an error. spelled: what becomes of control tokens that messages or tools spell out.
+    (BOS); anything else is an error.
+
+    template: Jinja text that replaces the tokenizer's own; "" for no template at all; None for the tokenizer's own.
+    spelled: treatment of control tokens that messages or tools spell out.
     continues: data.continue_final_message.
     """
 

@@ -74,22 +74,24 @@ class Dataset(Protocol):
         ...
 
     def check_rows(self) -> None:
-        """ValueError for a row that cannot be used, as far as that can be found quickly: before processes start."""
+        """Raise ValueError for a row that cannot be used, as far as a quick look before processes start finds it."""
         ...
 
 
 class PromptDataset:
-    """The prompts of `files`, in file order, after data.*_max_samples and data.filter_overlong_prompts.
+    """Data set of the prompts of `files`, in file order, after data.*_max_samples and data.filter_overlong_prompts.
 
     dataset[i] -> (token ids, PromptRow). Prompts are tokenised when first asked for and kept; with
     data.filter_overlong_prompts all are tokenised at once. PromptRow.index counts the rows of all files, also those
-    that were dropped.
+    that were dropped. A class of your own (data.custom_cls) derives from this one and may override `messages` or `row`.
 
-    files: a path, a list, or a dictionary of named validation sets. split: "train" or "val": whose max_samples counts
-    (for each named set), and which key messages name. seed: used where data.seed is null. tools: schemas that the
-    prompts of rows without any (data.tools_key) offer; what extra_info.tool_selection names of them, where it does.
-    vision: of the model, which reads images then. limit_images: most of one prompt.
-    A class of your own (data.custom_cls) derives from this one and may override `messages` or `row`.
+    files: a path, a list, or a dictionary of named validation sets.
+    split: "train" or "val": whose max_samples counts (for each named set), and which key messages name.
+    seed: used where data.seed is null.
+    tools: schemas that the prompts of rows without any (data.tools_key) offer; of them those that
+        extra_info.tool_selection names, where a row has it.
+    vision: processor of a model that reads images.
+    limit_images: most images of one prompt.
     """
 
     def __init__(
@@ -241,7 +243,7 @@ class PromptDataset:
         return sorted(set(zip(self._sources, styles, strict=True)))
 
     def without_ground_truth(self) -> Iterator[tuple[DataFile, list[int], int]]:
-        """Each file with those of its used rows that have no reference answer, and the number of its used rows."""
+        """Yield each file, those of its used rows that have no reference answer, and the number of its used rows."""
         for file, end in zip(self.files, self._ends, strict=True):
             rows = self._kept - (end - len(file.rows))
             used = rows[(rows >= 0) & (rows < len(file.rows))]
@@ -278,8 +280,10 @@ class PromptDataset:
         self._look_through_media()
 
     def _look_through_media(self) -> None:
-        """MediaError, with how many, for images and videos that are damaged behind their headers: of the first rows,
-        then of others by chance, as many as _DECODING_S are enough for."""
+        """Decode images and videos: of the first rows, then of random others, as many as _DECODING_S are enough for.
+
+        Raises MediaError, which counts them, for those that are damaged behind their headers.
+        """
         rows = [int(position) for position in self._kept if self._has_media(int(position))]
         rows[_FIRST:] = np.random.default_rng(0).permutation(rows[_FIRST:]).tolist()
         end, done, damaged = time.monotonic() + _DECODING_S, 0, list[MediaError]()
@@ -340,7 +344,7 @@ class PromptDataset:
         return {"prompt_id": prompt_id, "prompt_id_ids": ids}
 
     def _locate(self, position: int) -> tuple[int, int]:
-        """(number of the file, row in it)."""
+        """Return the number of the file, and the row in it."""
         number = bisect_right(self._ends, position)
         return number, position - (self._ends[number - 1] if number else 0)
 

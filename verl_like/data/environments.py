@@ -55,7 +55,7 @@ class EnvironmentDataset:
     def train(
         cls, env: EnvConfig, encoder: Any, *, seed: int, batch_size: int, steps: int | None
     ) -> EnvironmentDataset:
-        """ValueError where the groups cannot fill a step."""
+        """Make the data set of training. Raises ValueError where the groups cannot fill a step."""
         num_groups = env.train.num_groups or sum(env.train.groups_per_tag) or batch_size
         rounds, most = -(-batch_size // num_groups), env.train.max_traj_per_env
         if most is not None and most < rounds:
@@ -120,6 +120,6 @@ class EnvironmentDataset:
 
 
 def kinds_of(env: EnvConfig) -> Sequence[tuple[str, str]]:
-    """Every kind and configuration, as JSON, that the run's rows play."""
+    """List the kinds of environments that the run's rows play, each with its configuration as JSON."""
     played = [environment_of(env, groups, tag) for groups in (env.train, env.val) for tag in groups.tags]
     return tuple(dict.fromkeys((each["kind"], json.dumps(each.get("config") or {}, default=str)) for each in played))

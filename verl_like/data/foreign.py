@@ -89,7 +89,7 @@ def as_attributes(node: Any) -> Any:
 
 
 def section_of(data: DataConfig) -> AttributeDict:
-    """`data.*` as classes of the user's get it: keys of data.extra stand beside ours."""
+    """Make the `data.*` that classes of the user's get: keys of data.extra stand beside ours."""
     return AttributeDict(as_attributes(data.extra) | as_attributes(data))
 
 
@@ -151,7 +151,7 @@ class ForeignDataset:
         return sorted(self._agents)
 
     def _all_styles(self) -> list[tuple[str, str]]:
-        """(data source, style) of each row: from verl's `dataframe` if there is one, else by reading all rows."""
+        """List (data source, style) of each row: from verl's `dataframe` if there is one, else by reading all rows."""
         if self._styles is None:
             frame = getattr(self.rows, "dataframe", None)
             rows = self.rows if frame is None or len(frame) != len(self) else frame

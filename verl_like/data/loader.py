@@ -96,7 +96,10 @@ def read_prompts(dataset: Dataset, positions: Sequence[int], groups: Sequence[in
 def iterate_all(
     dataset: Dataset, batch_size: int | None = None, *, shuffle: bool = False, seed: int = 1
 ) -> Iterator[list[Prompt]]:
-    """Every prompt once, the last batch may be short; batch_size None: all in one. A group's number is its position."""
+    """Yield batches with each prompt once; the last one may be short. A group's number is its position.
+
+    batch_size: prompts of a batch; None: all in one.
+    """
     order = np.random.default_rng(seed).permutation(len(dataset)) if shuffle else np.arange(len(dataset))
     size = len(order) if batch_size is None else batch_size
     for start in range(0, len(order), size):

@@ -80,7 +80,7 @@ def insert_media(
 
 
 def refuse_tags(messages: list[dict[str, Any]], missing: dict[str, str], place: str) -> None:
-    """ValueError for a tag whose kind has a column ({kind: name}) that the file does not have."""
+    """Raise ValueError for a tag whose kind has a column ({kind: name}) that the file does not have."""
     for kind, column in missing.items():
         if any(_has_tag(message, [f"<{kind}>"]) for message in messages):
             raise ValueError(

@@ -22,9 +22,10 @@ logger = logging.getLogger(__name__)
 
 
 class WeightedSampler(Sampler):
-    """Draws dataset positions by weight of their domain. Same methods and state rules as ResumableSampler.
+    """Sampler that draws dataset positions by weight of their domain. Same state rules as ResumableSampler.
 
-    domains: the data source of each position. weights: for every source that occurs; 0 leaves one out.
+    domains: the data source of each position.
+    weights: one for every source that occurs; 0 leaves a source out.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class WeightedSampler(Sampler):
         return self.draws // self._num_rows
 
     def check_batch(self, batch_size: int) -> None:
-        """ValueError if a source's share of a batch is more than its rows: a prompt would be in a batch twice."""
+        """Raise ValueError if a source's share of a batch is more than its rows: a prompt would be in a batch twice."""
         for name, weight in self.weights.items():
             share, rows = math.ceil(weight * batch_size), len(self._positions[name])
             if share > rows:
@@ -64,7 +65,7 @@ class WeightedSampler(Sampler):
                 )
 
     def _fresh(self, count: int, *, drop_last: bool) -> list[int]:
-        """No epoch ends here, so nothing of one is ever dropped."""
+        """Draw rows by weight. Epochs do not end here, so that `drop_last` drops none."""
         return [self._next() for _ in range(count)]
 
     def _next(self) -> int:

@@ -118,10 +118,12 @@ def own_text(encoder: PromptEncoder) -> str:
 def check_file(
     path: str, survey: Survey, used: Sequence[int], read: Callable[[int], tuple[Conversation, str]], *, seed: int
 ) -> None:
-    """Look at rows of a file. ValueError, with the row, for the first prompt that is not what its row says; what else
-    there is to say is logged once.
+    """Check rows of a file, and log once whatever is worth a note.
 
-    used: positions of the rows. read: (conversation, its place for messages) of a position.
+    Raises ValueError, which names the row, for the first prompt that is not what its row says.
+
+    used: positions of the rows.
+    read: function that gives the conversation of a position, and its place for messages.
     """
     encoder, rows = survey.encoder, set(used)
     drawn = np.random.default_rng(seed).permutation(used)[:SAMPLED].tolist()
@@ -185,7 +187,7 @@ def _wrong_messages(encoder: PromptEncoder, messages: Messages) -> Iterator[str]
 
 
 def _shown(encoder: PromptEncoder, conversation: Conversation, text: str) -> Iterator[tuple[str, str, bool]]:
-    """(what it is, the text, whether the prompt shows it) of everything that a prompt must hold."""
+    """Yield each part that a prompt must hold: its name, its text, and whether the prompt shows it."""
     texts, shown = list[tuple[str, str]](), set[int]()
 
     def rendered(change: Callable[[str, str], str]) -> None:

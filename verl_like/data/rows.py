@@ -220,7 +220,10 @@ def _whole_rows(path: Path, records: list[Any], columns: Iterable[str]) -> Recor
 
 
 def whole_of(value: Any, place: str) -> Any:
-    """`whole`, with a warning once a file: JSON in a cell, or what a class of the user's gives, may hold halves too."""
+    """Replace halves of surrogate pairs by `whole`, with a warning once a file.
+
+    JSON in a cell, or the value of a user's class, may hold them too.
+    """
     clean, file = whole(value), place.rpartition(", row ")[0] or place
     if clean != value and file not in _told:
         _told.add(file)

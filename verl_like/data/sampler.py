@@ -138,7 +138,7 @@ class ResumableSampler(Sampler):
 
 
 def check_identity(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """ValueError, with both descriptions, unless the data set is the one that a checkpoint was written with."""
+    """Raise ValueError, with both descriptions, unless the data set is the one that a checkpoint was written with."""
     if json.dumps(saved, sort_keys=True) != json.dumps(now, sort_keys=True):
         raise ValueError(
             "the training data changed since the checkpoint was written, so the run cannot continue where it "

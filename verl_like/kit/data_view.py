@@ -34,8 +34,13 @@ class ShownRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """lengths: tokens of the prompts of the first `len(lengths)` rows. limit: data.max_prompt_length. adds: what the
-    chat template says of its own accord. problem: why a run would refuse the file."""
+    """View of a data file.
+
+    lengths: tokens of the prompts of the first `len(lengths)` rows.
+    limit: data.max_prompt_length.
+    adds: text that the chat template adds of its own accord.
+    problem: reason why a run would refuse the file.
+    """
 
     num_rows: int
     sources: list[tuple[str, int]]

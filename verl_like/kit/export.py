@@ -101,7 +101,7 @@ def export(source: Path, out: Path, choices: Choices, role: str = ACTOR) -> list
 
 
 def _require_whole(folder: Path) -> None:
-    """ValueError for files that are not as they were written, where that is known."""
+    """Raise ValueError for files that are not as they were written, where that is known."""
     if (folder.parent / CHECKSUMS_FILE).exists():
         faults = find_faults(folder.parent, [f"{folder.name}/{part}" for part in ("model", "huggingface", "adapter")])
         if faults:
@@ -248,7 +248,7 @@ def _with_base(stored: _Stored, own: dict[str, Any], choices: Choices) -> Stored
 
 
 def _require_all(own: dict[str, Any], names: CheckpointNames, kept: Sequence[str], config: Any, folder: Path) -> None:
-    """ValueError unless every weight of the model is there, under the module's name or the files'."""
+    """Raise ValueError unless every weight of the model is there, under the module's name or the files'."""
     there = set(kept)
     value_model = any(name.startswith(("score.", "v_head.", "classifier.")) for name in kept)
     missing = [

@@ -62,7 +62,10 @@ _ONCE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Two values of one thing; where: of which tensor, row and token."""
+    """Difference of two values of one thing.
+
+    where: its tensor, row and token.
+    """
 
     step: int
     phase: str

@@ -44,7 +44,10 @@ def differences(first: dict[str, Any], second: dict[str, Any]) -> list[Differenc
 
 
 def read_configuration(path: str | Path) -> tuple[Path, dict[str, Any]]:
-    """(file, configuration) of a run's folder, a checkpoint or a YAML file. ConfigError where there is none."""
+    """Read the configuration of a run's folder, a checkpoint or a YAML file; return its file too.
+
+    Raises ConfigError where there is none.
+    """
     path = Path(path).expanduser()
     if path.is_file():
         try:

@@ -39,7 +39,10 @@ class Progress(Protocol):
     def phase_ended(self, name: str, seconds: float) -> None: ...
 
     def step_finished(self, step: int, metrics: Mapping[str, float]) -> None:
-        """`metrics`: everything the step logged; validation metrics are recognised by their names."""
+        """Show a finished step.
+
+        metrics: everything that the step logged; validation metrics are recognised by their names.
+        """
 
     def close(self) -> None: ...
 
@@ -341,7 +344,7 @@ def sparkline(values: Sequence[float], bars: str = _BARS) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`7s`, `3:05` (minutes) or `2:03:05` (hours)."""
+    """Format seconds as `7s`, `3:05` (minutes) or `2:03:05` (hours)."""
     whole = int(seconds)
     hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
     if hours:

@@ -33,7 +33,7 @@ class PhaseMemory:
             self._peaks[name] = max(grown, self._peaks.get(name, 0.0))
 
     def take(self) -> dict[str, float]:
-        """perf/memory_peak/<phase> in GiB; counting starts anew."""
+        """Report perf/memory_peak/<phase> in GiB, and start counting anew."""
         taken, self._peaks = self._peaks, {}
         return {f"perf/memory_peak/{name}": value for name, value in taken.items()}
 

@@ -28,8 +28,10 @@ _VISIT_S, _MOST_VISITS = 10.0, 32
 
 
 def require_port(trainer: TrainerConfig) -> None:
-    """ValueError where trainer.prometheus_port cannot be had, without keeping it: for a run whose processes are yet to
-    start."""
+    """Raise ValueError where trainer.prometheus_port is taken; for a run whose processes are yet to start.
+
+    The port is not kept.
+    """
     _stop(*_served(trainer, CollectorRegistry()))
 
 

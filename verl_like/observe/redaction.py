@@ -90,7 +90,7 @@ def hidden(text: str) -> str:
 
 
 def print_hidden(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """`sys.excepthook`: a traceback without the secrets that were remembered."""
+    """Print a traceback without the secrets that were remembered, as `sys.excepthook`."""
     sys.stderr.write(hidden("".join(traceback.format_exception(kind, error, trace))))
 
 

@@ -51,11 +51,11 @@ def phase_flops(
     forward_only: float = 0.0,
     shared: Sequence[int] | None = None,
 ) -> dict[str, float]:
-    """Operations that each training pass over these rows must make (lengths in tokens, one entry a row).
+    """Count the operations that each training pass over these rows must make (lengths in tokens, one entry a row).
 
-    groups: a number for each row, equal where rows begin alike; passes that share prompts compute that once. shared:
-    how many tokens of the row's prompt that is; None: all. forward_only: share of the tokens that the actor's update
-    gives no backward pass.
+    groups: a number for each row, equal where rows begin alike; passes that share prompts compute that part once.
+    shared: tokens of the row's prompt that are shared; None: all.
+    forward_only: share of the tokens that the actor's update gives no backward pass.
     """
     totals = [p + r for p, r in zip(prompts, responses, strict=True)]
     first = _is_first(groups or range(len(prompts)))
@@ -128,7 +128,9 @@ def speed_metrics(
     forward_only: float = 0.0,
     shared: Sequence[int] | None = None,
 ) -> dict[str, float]:
-    """perf/mfu/<role> (share of the peak that useful operations reached) and perf/floor_ratio/<phase> (time / floor).
+    """Compute perf/mfu/<role> and perf/floor_ratio/<phase>.
+
+    mfu: share of the peak that useful operations reached. floor_ratio: time / floor.
 
     seconds: wall clock per phase, as `StepClock.seconds`; phases that did not run get no metric.
     """

@@ -185,7 +185,7 @@ class TokenTexts:
 
 
 def runs(values: Sequence[int]) -> list[list[int]]:
-    """[[value, how many in a row], ...]: masks and weight versions change rarely."""
+    """Encode values as [[value, how many in a row], ...]: masks and weight versions change rarely."""
     return [[value, len(list(items))] for value, items in itertools.groupby(values)]
 
 
@@ -231,7 +231,7 @@ def dump_samples(folder: str | os.PathLike[str], step: int, samples: Sequence[Sa
 
 
 def pick_samples(samples: Sequence[Sample], count: int) -> list[Sample]:
-    """`count` rows of a validation: a fixed random choice, sorted by prompt."""
+    """Pick `count` rows of a validation: a fixed random choice, sorted by prompt."""
     ordered = sorted(samples, key=lambda sample: str(sample["input"]))
     chosen = random.Random(_SAMPLE_SEED).sample(range(len(ordered)), min(count, len(ordered)))
     return [ordered[i] for i in sorted(chosen)]
@@ -312,8 +312,10 @@ class SampleStore:
     """Writes records of a step, and thins older steps out where the folder grows over its limit."""
 
     def __init__(self, folder: Path, max_mb: float, resumed_at: int | None) -> None:
-        """resumed_at: the last step of the run that goes on; samples of later steps are set aside under the first free
-        number. None: a new run; all are."""
+        """Set aside samples of later steps than `resumed_at`, under the first free number.
+
+        resumed_at: the last step of the run that goes on; None: a new run, for which all samples are set aside.
+        """
         self.folder, self.max_bytes = folder, max_mb * 1e6
         files = sorted(folder.glob("*/*.jsonl"))
         later = [path for path in files if resumed_at is None or step_of(path) > resumed_at]

@@ -63,14 +63,14 @@ class StepClock:
         return dict(self._seconds)
 
     def metrics(self) -> dict[str, float]:
-        """`timing_s/<phase>` of all finished phases."""
+        """Report `timing_s/<phase>` of all finished phases."""
         return {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
 
 
 def timing_per_token_metrics(
     seconds: Mapping[str, float], *, response_tokens: int, total_tokens: int
 ) -> dict[str, float]:
-    """`timing_per_token_ms/<phase>`: milliseconds per token of the phases whose cost follows the number of tokens.
+    """Compute `timing_per_token_ms/<phase>`, milliseconds per token, of phases whose cost follows the number of tokens.
 
     `gen` is divided by the response tokens, model passes by prompt + response tokens, each summed over the batch.
     """

@@ -128,7 +128,10 @@ class Trackers:
     """
 
     def __init__(self, trackers: Sequence[Tracker], callers: Mapping[str, _Caller] | None = None) -> None:
-        """callers: of those that were built in a thread of their own."""
+        """Take the trackers.
+
+        callers: threads of those that were built in one of their own.
+        """
         self._trackers, self._callers = list(trackers), dict(callers or {})
         self._failures = dict.fromkeys((tracker.name for tracker in trackers), 0)
         self._warned: set[str] = set()

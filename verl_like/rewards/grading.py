@@ -68,7 +68,7 @@ def extra_info_of(row: PromptRow) -> dict[str, Any]:
 
 
 class RewardError(RunStopped):
-    """No row of a batch or of a whole validation could be scored, or too few."""
+    """Error of a batch or a whole validation of which no row, or too few, could be scored."""
 
 
 class Grading:
@@ -91,11 +91,12 @@ class Grading:
         server: str = "",
         check: Callable[[], None] | None = None,
     ) -> None:
-        """quiet: failures are not logged, nor `check` called: `report` is due for the whole. failure_penalty: score of
-        failed rows. max_failure_fraction: more failed rows are a RewardError, which names `graded_by`. check: raises
-        where what graded them is not there any more.
+        """Take over responses in grading. Those without futures are graded by one call of `submit` for all of them.
 
-        Responses without futures are graded by one call of `submit` for all of them.
+        quiet: neither log failures nor call `check`: `report` is due for the whole.
+        failure_penalty: score of failed rows.
+        max_failure_fraction: share of failed rows above which a RewardError is raised, which names `graded_by`.
+        check: function that raises where the graders are not there any more.
         """
         self._graded, self._step, self._may_all_fail, self._quiet = graded, step, may_all_fail, quiet
         self._model, self._failure_penalty = model, failure_penalty
@@ -231,7 +232,7 @@ def _finite(outcome: RewardOutcome) -> RewardOutcome:
 
 
 def require_enough(batches: Sequence[Scores], *, step: int, most: float = 1.0, graded_by: str = "") -> None:
-    """RewardError, with the first failures, if every row failed, or more than the share `most` of them."""
+    """Raise RewardError, with the first failures, if every row failed, or more than the share `most` of them."""
     total = sum(len(scores) for scores in batches)
     failures = [failure for scores in batches for failure in scores.failures if failure is not None]
     if not failures or (len(failures) < total and len(failures) <= most * total):

@@ -49,7 +49,10 @@ class Service:
     def post(
         self, body: Any, read: Callable[[Any], Result], *, before_each: Callable[[], None] = lambda: None
     ) -> Result:
-        """`read` of the reply. Raises ServiceError. before_each: called in front of every try (rate limits)."""
+        """Post `body` and return `read` of the reply. Raises ServiceError.
+
+        before_each: called in front of every try (rate limits).
+        """
         trouble = ""
         for attempt in range(self.max_retries + 1):
             if attempt:

@@ -73,7 +73,10 @@ class Judge:
     """
 
     def __init__(self, config: JudgeConfig, parse: Callable[[RewardCall], Future[RewardOutcome]] | None = None) -> None:
-        """ValueError if the API key's environment variable is named but not set, or prompt_file cannot be read."""
+        """Read the API key and the prompt file.
+
+        Raises ValueError if the key's environment variable is named but not set, or prompt_file cannot be read.
+        """
         self._config, self._parse = config, parse
         self._template = config.prompt
         if config.prompt_file is not None:
@@ -147,7 +150,7 @@ class Judge:
         entry: list[float] | None = None
 
         def take() -> None:
-            """Every try counts: an endpoint that says 429 would only be asked more often."""
+            """Count every try against the rate limit: an endpoint that says 429 would only be asked more often."""
             nonlocal entry
             self._requests.take(1)
             entry = self._tokens.take(estimate)
@@ -163,7 +166,7 @@ class Judge:
         return next(self._services).post(body, read, before_each=take)
 
     def prompt(self, call: RewardCall) -> str:
-        """reward_model.judge.prompt, or its file, filled in with texts whose special tokens are broken by a space."""
+        """Fill in reward_model.judge.prompt, or its file, with texts whose special tokens are broken by a space."""
         fields = {"question": call.question, "response": call.solution_str, "reference": str(call.ground_truth)}
         fields = {name: _TOKEN_START.sub(lambda start: f"{start[0]} ", text) for name, text in fields.items()}
         pattern = re.compile("|".join(re.escape("{" + name + "}") for name in fields))

@@ -40,7 +40,7 @@ def own_arguments(spec: ScorerSpec) -> dict[str, Any]:
 
 
 def _of_server(spec: ScorerSpec) -> dict[str, Any]:
-    """verl's arguments of a function that asks the reward model, but for the server's address, which each call has."""
+    """Make verl's arguments of a function that asks the reward model; the server's address comes with each call."""
     asked = _asks_for(_load_function(spec))
     given: dict[str, Any] = {}
     if "reward_model_path" in asked:

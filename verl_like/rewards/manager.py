@@ -122,7 +122,7 @@ class RewardManager:
             self._judge.use_servers(served.addresses, served.path, served.end_ids)
 
     def check_rows(self, rows: Iterable[tuple[str, str]]) -> None:
-        """ValueError if there is no reward for a (data_source, style). Call it with the data set's before training."""
+        """Raise ValueError for a (data_source, style) without a reward. Call it with the data set's before training."""
         if not self.rule_grades:
             return
         graders_used = self._weights.names()
@@ -217,10 +217,10 @@ class RewardManager:
     def gather(
         self, graded: Sequence[Graded], *, step: int, may_all_fail: bool = False, quiet: bool = False
     ) -> Grading:
-        """The scores of responses that are being graded, in this order.
+        """Gather the scores of responses that are being graded, in this order.
 
-        may_all_fail: this is one batch of several, so that its `result` need not hold a score. quiet: and its failures
-        are logged with the others, by `report`.
+        may_all_fail: this is one batch of several, so that its `result` need not hold a score.
+        quiet: moreover, its failures are logged with the others', by `report`.
         """
         return Grading(
             graded,
@@ -253,13 +253,13 @@ class RewardManager:
         report(scores, graded, step=step, failure_penalty=self._failure_penalty)
 
     def require_enough(self, batches: Sequence[Scores], *, step: int) -> None:
-        """RewardError if too few of the rewards of these batches, taken together, could be computed."""
+        """Raise RewardError if too few of the rewards of these batches, taken together, could be computed."""
         most = self._max_failure_fraction if self._failure_penalty is None else 1.0
         self._require_servers()  # first: their loss explains what is missing, and is a reason to begin again
         require_enough(batches, step=step, most=most, graded_by=self.graded_by)
 
     def require_any(self, batches: Sequence[Scores], *, step: int) -> None:
-        """RewardError if none could."""
+        """Raise RewardError if no reward of these batches could be computed."""
         self._require_servers()
         require_enough(batches, step=step, graded_by=self.graded_by)
 
@@ -290,7 +290,7 @@ class RewardManager:
 
     @staticmethod
     def metrics(scores: Scores, rows: Sequence[PromptRow] | None = None) -> dict[str, float]:
-        """reward/failures, reward/timeouts, reward/failure_fraction and the mean of each further numeric value.
+        """Compute reward/failures, reward/timeouts, reward/failure_fraction and the mean of each further numeric value.
 
         With `rows`, and more than one data source among them, also reward/<data_source>/score/mean.
         """
@@ -336,7 +336,7 @@ class RewardManager:
 
 
 def _num_workers(custom: CustomRewardFunctionConfig, manager: str) -> int:
-    """prime: as many processes as there are cores to run on, unless the user says how many."""
+    """Count the workers. prime: as many as there are cores to run on, unless the user says how many."""
     if manager == "prime" and custom.num_workers == 1:
         return min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
     return custom.num_workers

@@ -75,7 +75,7 @@ class ModelScore:
         return [text if isinstance(text, str) else text[:most] for text in texts]
 
     def add_to(self, scores: Scores, answers: Sequence[Answer]) -> Scores:
-        """model_weight * model + rule_weight * rule; both parts are kept in the extras (model_score, rule_score).
+        """Add model_weight * model + rule_weight * rule; both parts are kept in the extras (model_score, rule_score).
 
         A row whose rule failed stays failed; a model score that is not finite is a failure of its row. Failed rows are
         left out, or score reward_model.failure_penalty, as they do without a model.

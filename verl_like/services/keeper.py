@@ -29,7 +29,8 @@ class _EndError(Exception):
 def keep(parent_pid: int, descriptor: int, temporary: str) -> None:
     """Become two processes: this returns in the worker; the other one waits for it, and cleans up.
 
-    descriptor: the worker's end of its channel. temporary: a folder to be deleted at the end.
+    descriptor: the worker's end of its channel.
+    temporary: a folder to be deleted at the end.
     """
     for number in (signal.SIGINT, signal.SIGTERM):  # the trainer's business: it finishes its step and closes the pool
         signal.signal(number, signal.SIG_IGN)

@@ -34,7 +34,7 @@ def _check(result: int, what: str) -> int:
 
 
 def prctl(option: int, argument: int = 0) -> None:
-    """prctl with one argument."""
+    """Call prctl with one argument."""
     zero = ctypes.c_ulong(0)
     _check(_libc.prctl(option, ctypes.c_ulong(argument), zero, zero, zero), f"prctl({option})")
 
@@ -53,7 +53,7 @@ def set_dumpable(dumpable: bool) -> None:
 
 
 def set_no_new_privileges() -> None:
-    """No set-uid program can give this process anything any more."""
+    """Keep set-uid programs from giving this process any privilege from now on."""
     prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
@@ -79,7 +79,7 @@ def unshare(flags: int) -> None:
 
 
 def mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
-    """mount(2)."""
+    """Call mount(2)."""
     texts = [None if text is None else os.fsencode(text) for text in (source, target, kind, options)]
     _check(_libc.mount(texts[0], texts[1], texts[2], ctypes.c_ulong(flags), texts[3]), f"mount {target}")
 

@@ -33,9 +33,11 @@ class ServerError(RuntimeError):
 
 
 class Server:
-    """One such program. health: the URL that answers 200 once it serves. log: file of its output, appended to.
+    """Program that serves HTTP for the run. Call `start` and `wait_ready`, then `end`.
 
-    `start` and `wait_ready`, then `end`. environment: on top of this process's.
+    health: the URL that answers 200 once the program serves.
+    log: file of its output, appended to.
+    environment: variables on top of this process's.
     """
 
     def __init__(self, command: Sequence[str], *, health: str, log: Path, environment: Mapping[str, str]) -> None:

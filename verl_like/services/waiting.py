@@ -18,9 +18,10 @@ from typing import Any
 
 
 class Call:
-    """A submitted payload and its future.
+    """Submitted payload and its future.
 
-    alone: sent in a message of its own, to find out which call kills workers. tries: how often it ran out of memory.
+    alone: send it in a message of its own, to find out which call kills workers.
+    tries: number of times it ran out of memory.
     """
 
     __slots__ = ("alone", "future", "group", "order", "payload", "session", "tries")

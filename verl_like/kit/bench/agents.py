@@ -259,7 +259,7 @@ class _EveryTurnCalls:
 
 @dataclass(slots=True)
 class _Timed:
-    """`Ask` whose turns have the drawn lengths, and end as if by themselves."""
+    """Replacement of `Ask` whose turns have the drawn lengths, and end as if by themselves."""
 
     ask: Ask
     lengths: Sequence[int]

@@ -92,7 +92,7 @@ def packed(shape: ModelShape, lengths: list[int], device: torch.device, dtype: t
 
 
 def padded(shape: ModelShape, lengths: list[int], device: torch.device, dtype: torch.dtype) -> Callable[[], None]:
-    """torch's attention over rows of the longest length, with the mask that padding needs."""
+    """Prepare torch's attention over rows of the longest length, with the mask that padding needs."""
     width = max(lengths)
     position = torch.arange(width, device=device)
     real_bL = position[None, :] < torch.tensor(lengths, device=device)[:, None]

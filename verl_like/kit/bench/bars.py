@@ -76,7 +76,7 @@ def _of_sync(report: Report) -> Iterator[str]:
 
 
 def bar(name: str, value: float, limit: float, *, at_least: bool = False) -> str:
-    """`Bar: sync 0.120, at most 0.15: met.`"""
+    """Write the verdict on a bar: `Bar: sync 0.120, at most 0.15: met.`"""
     met = value >= limit if at_least else value <= limit
     side = "at least" if at_least else "at most"
     return f"Bar: {name} {value:.3f}, {side} {limit}: {'met' if met else 'MISSED'}."

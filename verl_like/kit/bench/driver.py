@@ -179,7 +179,10 @@ class _Driver:
         self.plan = plan
 
     def step(self, prompts: list[Prompt], messages: list[bytes], n: int, *, nested: bool = False) -> None:
-        """nested: whole, in one phase of the caller's; otherwise each phase alone, and further estimators."""
+        """Play the driver's part of a step.
+
+        nested: all of it, in one phase of the caller's; otherwise each phase alone, and further estimators.
+        """
         run = (lambda name, work: work()) if nested else self.phases.run
         completions = run("receive", lambda: _received(messages))
         rollouts = run("assemble", partial(_assembled, prompts, completions, n))

@@ -69,7 +69,7 @@ class EngineProcess:
         return self._pool.submit(_call, function, arguments).result
 
     def call(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """`begin`, and wait."""
+        """Begin a call, and wait for its result."""
         return self.begin(function, *arguments)()
 
     def shutdown(self) -> None:

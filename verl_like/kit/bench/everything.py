@@ -65,7 +65,7 @@ def chosen(arguments: argparse.Namespace) -> list[Task]:
 
 
 def tasks_of(arguments: argparse.Namespace) -> list[Task]:
-    """Every benchmark: kernels, phases, then whole steps, which are told the generation measured alone."""
+    """List all benchmarks: kernels, phases, then whole steps, which are told the generation measured alone."""
     shape = ["--model", arguments.model, "--workload", arguments.workload]
     ranks = [] if arguments.ranks is None else ["--ranks", str(arguments.ranks)]
     threads = [] if arguments.threads is None else ["--threads", str(arguments.threads)]

@@ -93,7 +93,7 @@ def rows_of(name: str, told: Forecast, measured: dict[str, float]) -> list[Row]:
 
 
 def case(name: str, budget: int, threads: int | None) -> tuple[Forecast, dict[str, float], str]:
-    """(forecast, measured GiB by phase, device) of one case; in a fresh process."""
+    """Run one case in a fresh process; return its forecast, the measured GiB by phase, and the device."""
     on_cuda = torch.cuda.is_available()
     ranks = 1 if on_cuda else CASES[name][1]
     with tempfile.TemporaryDirectory() as folder:

@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """`peak`: most bytes of tensors alive at a time that were made inside, on this thread. CUDA: of its allocator.
+    """Meter of the most bytes (`peak`) alive at a time in tensors that were made inside, on this thread.
 
-    On a CPU every operation is looked at, which costs time: nothing is timed inside.
+    On CUDA the allocator counts. On a CPU every operation is looked at, which costs time: nothing is timed inside.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -55,8 +55,11 @@ class LiveBytes(TorchDispatchMode):
 
 
 class StageClock:
-    """`seconds[stage]`: what passed while that stage was the innermost. `wait`: called at each change of stage, for
-    devices whose work goes on behind the call."""
+    """Clock of nested stages.
+
+    seconds: by stage, the time that passed while it was the innermost.
+    wait: called at each change of stage, for devices whose work goes on behind the call.
+    """
 
     def __init__(self, wait: Callable[[], None]) -> None:
         self.seconds: dict[str, float] = {}

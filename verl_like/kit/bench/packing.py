@@ -86,7 +86,7 @@ def quality(num_tokens: Sequence[int], budget: int) -> Quality:
 
 
 def least_bins(sizes: Sequence[int], capacity: int) -> int:
-    """No packing has fewer bins (bound L2 of Martello and Toth, Knapsack Problems, 1990, section 8.3).
+    """Compute a lower bound on the number of bins: L2 of Martello and Toth, Knapsack Problems, 1990, section 8.3.
 
     For every threshold t up to half the capacity: sizes over capacity - t need a bin of their own, in which nothing of
     size t or more fits beside; sizes over half need one each, and what sizes from t on do not find there fills more.

@@ -147,8 +147,11 @@ def overrides(folder: Path, workload: Workload, ranks: int | None) -> list[str]:
 def measure_on_ranks(
     bench: str, measure: Callable[..., Result], arguments: argparse.Namespace, job: Job, *inputs: Any, **more: Any
 ) -> tuple[dict[str, Any], list[Result]]:
-    """measure(process, run_id, job, *inputs, rounds) on every rank of the job; with what a report compares by: shapes,
-    ranks, threads, changed keys and `more`. Raises BenchError first if the report to compare with is of other work."""
+    """Run measure(process, run_id, job, *inputs, rounds) on every rank of the job; return the work and the results.
+
+    The work is what a report compares by: shapes, ranks, threads, changed keys and `more`. Raises BenchError first if
+        the report to compare with is of other work.
+    """
     work = {
         "model": asdict(MODELS[arguments.model]),
         "workload": asdict(job.workload),

@@ -122,7 +122,7 @@ def check_comparable(bench: str, work: Mapping[str, Any], compare: Path | None) 
 
 
 def number(value: float | None) -> str:
-    """Three digits that count; thousands separated."""
+    """Format a figure with three significant digits, thousands separated."""
     if value is None:
         return ""
     size = abs(value)

@@ -43,8 +43,10 @@ class Workload:
         return _scaled_to_mean(raw, self.mean_response, self.max_response)
 
     def response_lengths(self, seed: int) -> list[int]:
-        """`draw_lengths`; where responses end by themselves, as a random model of 64 words ends them: each token is
-        the last one with probability 1/64."""
+        """Draw the lengths of responses, by `draw_lengths` or as a random model of 64 words ends them.
+
+        Such a model's responses end by themselves: each token is the last one with probability 1/64.
+        """
         if self.mean_response is not None:
             return self.draw_lengths(seed)
         draw = random.Random(seed)

@@ -96,9 +96,10 @@ class Imported:
 
 
 class Foreign:
-    """The settings of another project, with the functions that the table's rules name (methods called rule_NAME).
+    """Settings of another project, with the functions that the table's rules name (methods called rule_NAME).
 
-    leaves: dotted name -> value. referred: names that other settings took their value from.
+    leaves: dotted name -> value.
+    referred: names that other settings took their value from.
     """
 
     project = ""
@@ -204,7 +205,7 @@ def _off(condition: str) -> str:
 
 
 def translate(source: Foreign) -> Imported:
-    """Every setting of the source in its list, and the settings of ours that come of them."""
+    """Put each setting of the source into its list, and collect the settings of ours that come of them."""
     base, followers = _base(*(f"{key}={value}" for key, value in source.group().items())), _followers()
     done = Imported(source.project)
     by: dict[str, str] = {}

@@ -107,7 +107,7 @@ class RollFile(Foreign):
         return {device for role in roles for device in _devices(self(f"{role}.device_mapping"))}
 
     def update(self, role: str) -> float:
-        """[prompts] What one optimizer step of a role takes, over all its processes."""
+        """Count the prompts that one optimizer step of a role takes, over all its processes."""
         training = f"{role}.training_args"
         sequences = self(f"{training}.per_device_train_batch_size", 8) * self(
             f"{training}.gradient_accumulation_steps", 1
@@ -119,7 +119,10 @@ class RollFile(Foreign):
         return sequences * max(1, len(self.devices(role))) / (split * self.responses)
 
     def mini_batch(self, role: str) -> int:
-        """[prompts] The same here, where updates are equal and of whole prompts: the largest size not above it."""
+        """Count the prompts of a mini-batch here, where updates are equal and of whole prompts.
+
+        It is the largest such size not above ROLL's.
+        """
         sizes = range(min(self.prompts, int(self.update(role))), 0, -1)
         return next((size for size in sizes if self.prompts % size == 0), 1)
 

@@ -13,8 +13,12 @@ from verl_like.data.rows import READERS, file_format
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """One data set. hub: the data set on the Hugging Face hub with its raw files, all below `folder` there; None: it is
-    generated, or its files must be given (`needs`). one_file: the script reads a file, not a folder of splits."""
+    """Data set that `verl-like data prepare` makes.
+
+    hub: the data set on the Hugging Face hub with its raw files, all below `folder` there; None: it is generated, or
+        its files must be given (`needs`).
+    one_file: the script reads a file, not a folder of splits.
+    """
 
     name: str
     module: str

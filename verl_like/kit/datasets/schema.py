@@ -71,7 +71,7 @@ def read_records(path: Path, required: Sequence[str] = ()) -> list[dict[str, Any
 
 
 def required_source(options: Any, where: str) -> Path:
-    """--local_dataset_path. ValueError that says where to download it from."""
+    """Return --local_dataset_path. Raises ValueError, which says where to download it from, if it is missing."""
     if options.local_dataset_path is None:
         raise ValueError(f"--local_dataset_path is missing: download {where}, and name it")
     return options.local_dataset_path.expanduser()
@@ -115,7 +115,7 @@ def read_parts(
 
 
 def hold_out(records: Sequence[Any], num_test: int, seed: int) -> dict[str, list[Any]]:
-    """{"train", "test"}: `num_test` random records and the others, both in their old order."""
+    """Split records into "train" and "test": `num_test` random ones for the test, all in their old order."""
     if not 0 <= num_test < len(records):
         raise ValueError(f"--num_test {num_test} leaves nothing of the {len(records)} records")
     chosen = set(random.Random(seed).sample(range(len(records)), num_test))
@@ -137,7 +137,7 @@ def write_splits(
 
 
 def require_file(path: Path) -> Path:
-    """`path` with ~ expanded. ValueError if there is no such file, listing what lies there."""
+    """Expand ~ in `path`. Raises ValueError, which lists what lies there, if there is no such file."""
     path = path.expanduser()
     if path.is_file():
         return path

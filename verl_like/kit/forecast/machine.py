@@ -36,7 +36,11 @@ _MIN_DISK = 10 * 2**30
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line. missing: a run cannot be without it; warn: it can, but may fail or be slow."""
+    """Line of the report.
+
+    missing: a run cannot do without it.
+    warn: a run can do without it, but may fail or be slow.
+    """
 
     section: str
     name: str

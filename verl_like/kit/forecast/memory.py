@@ -68,11 +68,11 @@ class Forecast:
         return [] if self.capacity is None else [p for p in self.phases if self.total(p) > self.capacity * _KEEPS_FREE]
 
     def metrics(self) -> dict[str, float]:
-        """perf/memory_forecast/<phase> in GiB."""
+        """Report perf/memory_forecast/<phase> in GiB."""
         return {f"perf/memory_forecast/{phase}": self.total(phase) / GIB for phase in self.phases}
 
     def rows(self) -> list[tuple[str, str]]:
-        """(phase, what it takes) for people, the largest parts first."""
+        """List each phase with its memory, for people, the largest parts first."""
         return [(phase, self._text(phase)) for phase in self.phases]
 
     def text(self) -> str:
@@ -189,7 +189,10 @@ class Model:
 
 
 def forecast(config: PPOConfig, actor: memory.Shape, critic: memory.Shape | None, machine: Machine) -> Forecast:
-    """Every phase of a step of this configuration, in the pool where it runs. critic: where the run trains one."""
+    """Forecast every phase of a step of this configuration, in the pool where it runs.
+
+    critic: shape of the critic, where the run trains one.
+    """
     roles, row = roles_of(config), config.data.max_prompt_length + config.data.max_response_length
     pools = {role: pool for pool in pools_of(config, machine.world) for role in pool.roles}
     shapes = {ACTOR: actor, REF: actor, CRITIC: critic}
@@ -238,7 +241,7 @@ def forecast(config: PPOConfig, actor: memory.Shape, critic: memory.Shape | None
 
 
 def _tokens(config: PPOConfig, role: RoleConfig, name: str, processes: int, row: int) -> tuple[int, int]:
-    """(tokens of a rank's micro-batch, how many of them a mini-batch or step has), at full lengths."""
+    """Compute (tokens of a rank's micro-batch, micro-batches of a mini-batch or step), at full lengths."""
     parallel = max(1, processes // role.ranks_per_row)
     prompts = role.mini_batch_prompts if name == "update" else config.data.train_batch_size
     rows = max(1, -(-prompts * config.actor_rollout_ref.rollout.n // parallel))
@@ -289,8 +292,11 @@ def _sleeps(config: PPOConfig, machine: Machine) -> bool:
 def _engine(
     config: PPOConfig, shape: memory.Shape, machine: Machine, processes: int, row: int
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """(weights, cache) of the rollout engine: hf's of all rows at once, at their full lengths; those of others take
-    their share of the device, whatever the rows are; on a CPU vLLM's VLLM_CPU_KVCACHE_SPACE, SGLang's 1 GB at most."""
+    """Compute the bytes of the rollout engine's weights and cache.
+
+    hf's are those of all rows at once, at their full lengths; other engines take their share of the device, whatever
+    the rows are; on a CPU vLLM takes VLLM_CPU_KVCACHE_SPACE, SGLang 1 GB at most.
+    """
     rollout, c = config.actor_rollout_ref.rollout, _rollout_bytes(config, machine)
     tensor = rollout.tensor_model_parallel_size
     weights = {"rollout weights": c * shape.all_weights / tensor}
@@ -318,7 +324,7 @@ def of_run(
 
 
 def told_memory(config: PPOConfig, hf_config: PretrainedConfig, costs: ModelCosts, machine: Machine) -> Forecast:
-    """`of_run`, with its table in the log, and a warning for each phase that will not fit."""
+    """Forecast a run's memory with `of_run`, log the table, and warn of each phase that will not fit."""
     told, fixes = of_run(config, hf_config, costs, machine)
     logger.info("memory of one device, by phase\n%s", "\n".join(f"  {name:<14}  {text}" for name, text in told.rows()))
     for fix in fixes:
@@ -329,7 +335,7 @@ def told_memory(config: PPOConfig, hf_config: PretrainedConfig, costs: ModelCost
 def of_start(
     config: PPOConfig, hf_config: PretrainedConfig, costs: ModelCosts, device: str, world: int, ranks_per_node: int
 ) -> Forecast:
-    """`told_memory` on the machine of a start: world processes in all, ranks_per_node on each machine."""
+    """Forecast with `told_memory` on the machine of a start: world processes in all, ranks_per_node on each machine."""
     return told_memory(config, hf_config, costs, this_machine(device, world, ranks_per_node))
 
 

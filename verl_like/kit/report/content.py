@@ -19,7 +19,7 @@ _LINKS = 6  # steps that a health rule names
 
 
 def title_of(run: Run) -> str:
-    """project / experiment, or the folder's name."""
+    """Return project / experiment, or the folder's name."""
     given = flat(run.config)
     names = given.get("trainer.project_name"), given.get("trainer.experiment_name")
     return " / ".join(filter(None, names)) or run.path.name
@@ -63,7 +63,7 @@ def tiles(run: Run) -> list[dict[str, str]]:
 
 
 def config_rows(run: Run) -> list[dict[str, Any]]:
-    """Every key with value, default and meaning; `changed` where the run's value is not the default."""
+    """List all keys with value, default and meaning; `changed` where the run's value is not the default."""
     known, given, rows = keys(), run.config, []
     for path, key in known.items():
         default = getattr(key.default, "value", key.default)

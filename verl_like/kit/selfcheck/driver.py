@@ -68,7 +68,7 @@ class _KeptCall:
         return self
 
     def wait(self, timeout: float) -> list[list[Any]]:
-        """No optimizer step, no metrics."""
+        """Return no metrics: there is no optimizer step."""
         return [[] for _ in self.arguments]
 
 

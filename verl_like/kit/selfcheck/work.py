@@ -152,7 +152,10 @@ def left_out(config: PPOConfig) -> list[str]:
 
 
 def reference_scale(config: PPOConfig) -> float | None:
-    """kl_loss_type=full: the reference has the policy's weights times this; with LoRA it is the base itself."""
+    """Return the factor on the policy's weights that makes the reference, for kl_loss_type=full.
+
+    With LoRA the reference is the base itself.
+    """
     actor, lora = config.actor_rollout_ref.actor, config.actor_rollout_ref.model.lora_rank > 0
     if not (actor.use_kl_loss and actor.kl_loss_type == KLKind.full):
         return None

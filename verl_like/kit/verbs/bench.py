@@ -76,7 +76,7 @@ def engine(parser: argparse.ArgumentParser) -> None:
 
 
 def engines(parser: argparse.ArgumentParser) -> None:
-    """Several engines and workloads in one table."""
+    """Add the options for several engines and workloads in one table."""
     parser.add_argument("--engines", choices=("vllm", "sglang", "hf"), nargs="+", help="several, one after another")
     parser.add_argument("--workloads", choices=sorted(WORKLOADS), nargs="+", help="several, each with every engine")
 

@@ -99,7 +99,10 @@ def _longest(config: PPOConfig) -> int:
 def _talk(
     engine: RolloutEngine, encoder: PromptEncoder, sampling: SamplingParams, arguments: Any, longest: int
 ) -> None:
-    """longest: tokens of a conversation with its answer, which may be shorter than asked for."""
+    """Talk with the model until the user ends it.
+
+    longest: tokens of a conversation with its answer, which may be shorter than asked for.
+    """
     from verl_like.rollout.rollout_engine import GenerationRequest, request_seed
 
     start = [{"role": "system", "content": arguments.system}] if arguments.system else []

@@ -13,7 +13,7 @@ _BY_NATURE = ("trainer.default_local_dir", "trainer.log_dir", "trainer.experimen
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Two runs."""
+    """Add the two runs."""
     what = "folder of a run, a checkpoint (global_step_<n>) or a YAML file"
     parser.add_argument("run_a", metavar="RUN_A", help=what)
     parser.add_argument("run_b", metavar="RUN_B", help="the same")

@@ -31,7 +31,11 @@ TOOLS: Tools = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A conversation. steps: what the model answers, and what it is shown then. cut_off: before its end."""
+    """Conversation to check.
+
+    steps: each answer of the model, and the messages that it is shown then.
+    cut_off: answers are cut off before their end.
+    """
 
     name: str
     steps: list[tuple[Message, list[Message]]]
@@ -41,7 +45,10 @@ class Case:
 
 
 def cases(*, json_arguments: bool = False) -> list[Case]:
-    """Every kind of turn, from the plainest. json_arguments: of tool calls, as OpenAI has them, instead of objects."""
+    """List conversations with every kind of turn, from the plainest on.
+
+    json_arguments: tool calls have their arguments as JSON text, as OpenAI has them, instead of objects.
+    """
     user, bye = ({"role": "user", "content": text} for text in ("And what about tomorrow?", "Thank you, that is all."))
     weather, time = result(0, "get_weather", '{"sky": "clear", "degrees": 21}'), result(1, "get_time", "12:30")
     plain, thinking = answer("It is sunny."), answer("It is sunny.", thought="The report says so.")

@@ -32,7 +32,7 @@ class ExternalChat:
     """
 
     def __init__(self, endpoint: EndpointConfig, tokenizer: PreTrainedTokenizerBase, seed: int | None) -> None:
-        """ValueError if the API key's environment variable is named but not set."""
+        """Read the API key. Raises ValueError if its environment variable is named but not set."""
         self._model, self._tokenizer, self._seed = endpoint.model, tokenizer, seed
         self._service = chat_service(endpoint, "actor_rollout_ref.rollout.openai")
         self._threads = ThreadPoolExecutor(endpoint.max_concurrent, thread_name_prefix="endpoint")

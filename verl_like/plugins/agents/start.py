@@ -85,7 +85,7 @@ def _path(value: str | None, name: str) -> str | None:
 
 
 def _reference(value: str | None, name: str) -> str | None:
-    """`file.py:Class`, with the whole path of the file."""
+    """Resolve `file.py:Class` to the whole path of the file."""
     path, colon, member = (value or "").rpartition(":")
     return f"{_path(path, name)}{colon}{member}" if path and path not in ADAPTERS else value
 
@@ -93,7 +93,7 @@ def _reference(value: str | None, name: str) -> str | None:
 def require_tool_messages(
     encoder: PromptEncoder, schemas: list[dict[str, Any]], eos_ids: Sequence[int], *, users: bool = False
 ) -> None:
-    """ValueError where the chat template has no place for what tools say, or (users) simulated users."""
+    """Raise ValueError where the chat template has no place for what tools say, or (users) simulated users."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": "x"}]
     (ids,) = encoder.encode([(messages, schemas or None)])
     transcript = Transcript(encoder, ids, messages, schemas or None, follow_template=False)
@@ -117,8 +117,10 @@ def require_tool_messages(
 
 
 def check_interactions(datasets: Iterable[Dataset | None], toolbox: Toolbox | None) -> None:
-    """ValueError for the first row that names a simulated user that there is none of: of a data set with a code of its
-    own the first row alone is looked at, whose making may take long."""
+    """Raise ValueError for the first row that names an unknown simulated user.
+
+    Of a data set with a code of its own only the first row is looked at, as making its rows may take long.
+    """
     names = [] if toolbox is None else toolbox.interactions
     for dataset in datasets if names else ():
         if dataset is None:

@@ -71,13 +71,17 @@ class _Progress:
 
 
 class ToolAgent:
-    """The EpisodeRunner of rollout.multi_turn.
+    """Runner of conversations with tools: the EpisodeRunner of rollout.multi_turn.
 
-    end_ids: tokens that end a turn. follow_template: see Transcript. malformed_end: a call that cannot be read ends the
-    episode, instead of being answered with what is wrong. environment: its reward, where it gives one, is the score;
-    otherwise graders score, and find the tools' rewards in extra_info["rollout_reward_scores"]. Rows with agent_name
-    single_turn_agent have one turn. vision: of a model that looks at images and videos, which sees those that tools
-    return, up to max_megapixels; another one is told how many they were.
+    Rows with agent_name single_turn_agent have one turn.
+
+    end_ids: tokens that end a turn.
+    follow_template: see Transcript.
+    malformed_end: a call that cannot be read ends the episode, instead of being answered with what is wrong.
+    environment: its reward, where it gives one, is the score; otherwise graders score, and find the tools' rewards in
+        extra_info["rollout_reward_scores"].
+    vision: processor of a model that looks at images and videos, which sees those that tools return, up to
+        max_megapixels; another model is told how many they were.
     """
 
     def __init__(

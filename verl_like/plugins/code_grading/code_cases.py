@@ -33,7 +33,7 @@ class StdioTest:
 
 @dataclass(frozen=True, slots=True)
 class CallTest:
-    """`function(*arguments)` must give one of the `accepted` values."""
+    """Test in which `function(*arguments)` must give one of the `accepted` values."""
 
     function: str
     arguments: list[Any]
@@ -116,7 +116,10 @@ def _from_cases(cases: list[Any]) -> Suite | None:
 
 
 def _text(value: Any) -> str:
-    """Some datasets give lines, or numbers, in place of one text. No pipe brings half of a surrogate pair."""
+    """Convert a text, or the lines or the number that some datasets give in place of one, to text.
+
+    Halves of surrogate pairs are replaced: no pipe brings any.
+    """
     return whole("\n".join(map(str, value)) if isinstance(value, list) else str(value))
 
 

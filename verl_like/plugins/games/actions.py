@@ -36,7 +36,7 @@ def belongs(level: str, holdout: float, split: str) -> bool:
 
 
 def split_of(options: dict[str, Any] | None) -> str:
-    """train or val: what `reset` was told."""
+    """Return the split that `reset` was told: train or val."""
     return str((options or {}).get("split", "train"))
 
 

@@ -21,11 +21,14 @@ def need(module: str, package: str) -> Any:
 
 
 class GymnasiumText:
-    """Any environment of Gymnasium (`gymnasium:ID`): text or ANSI pictures are read, others as str() has them.
+    """Environment of Gymnasium (`gymnasium:ID`): text or ANSI pictures are read, other observations as str() has them.
 
-    actions: word -> action; without it the text itself, where the space is text, or else the number in it. pattern:
-    where the word stands. invalid_reward: of text that names no action, for which nothing is done. kwargs: of
-    `gymnasium.make`. ValueError for actions that are none, or that are needed and missing.
+    Raises ValueError for actions that are none, or that are needed and missing.
+
+    actions: word -> action; without it the text itself, where the space is text, or else the number in it.
+    pattern: regular expression that finds the word.
+    invalid_reward: reward of text that names no action, for which no step is made.
+    kwargs: arguments of `gymnasium.make`.
     """
 
     def __init__(
@@ -94,8 +97,13 @@ class GymnasiumText:
 
 
 class SkyrlText:
-    """An environment that is registered with skyrl-gym (`skyrl:ID`), made anew for each episode: its constructor takes
-    the row's answer. env_config: its own; extras: more of what rows give it there (max_turns, say)."""
+    """Environment that is registered with skyrl-gym (`skyrl:ID`).
+
+    It is made anew for each episode: its constructor takes the row's answer.
+
+    env_config: its own configuration.
+    extras: more of what rows give it there (max_turns, say).
+    """
 
     def __init__(
         self, name: str, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None

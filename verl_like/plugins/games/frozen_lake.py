@@ -20,11 +20,14 @@ _TRIES = 10_000  # maps without a path, or of the other split
 
 
 class FrozenLake:
-    """size: of the square. p: share of frozen tiles. is_slippery: a move goes where it should one time in three, else
-    to either side. max_steps: then the episode is cut off. holdout: share of all maps that only validation plays.
-    view: the map as a picture, or the places of what is on it.
+    """Frozen lake: reward 1 at the goal, else 0. A move that cannot be read moves nothing and counts as a step.
 
-    Reward 1 at the goal, else 0. A move that cannot be read moves nothing and counts as a step.
+    size: rows and columns of the square.
+    p: share of frozen tiles.
+    is_slippery: a move goes where it should one time in three, else to either side.
+    max_steps: moves after which the episode is truncated.
+    holdout: share of all maps that only validation plays.
+    view: the map as a picture, or the places of what is on it.
     """
 
     def __init__(

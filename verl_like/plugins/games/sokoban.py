@@ -25,11 +25,13 @@ Place = tuple[int, int]
 
 
 class Sokoban:
-    """dim_room: rows and columns with the walls around. search_depth: moves that the generator plays backwards.
-    levels: a text file of Boxoban's form instead of the generator; its levels have their own size and boxes.
-    grid_lookup: other symbols, by ROLL's numbers. holdout: share of all levels that only validation plays.
+    """Sokoban. A move that cannot be read is a step in which nothing moves.
 
-    A move that cannot be read is a step in which nothing moves.
+    dim_room: rows and columns, with the walls around.
+    search_depth: moves that the generator plays backwards.
+    levels: a text file of Boxoban's form instead of the generator; its levels have their own size and boxes.
+    grid_lookup: other symbols, by ROLL's numbers.
+    holdout: share of all levels that only validation plays.
     """
 
     def __init__(

@@ -67,7 +67,7 @@ def understood(truth: str, answer: str) -> bool:
 
 
 def tokenise(text: str) -> list[tuple[str, str]]:
-    """(kind, text) of every token. UnknownExpression for anything else."""
+    """Split a text into (kind, text) of every token. Raises UnknownExpression for anything else."""
     if len(text) > MAX_CHARS:
         raise UnknownExpression("too long")
     tokens: list[tuple[str, str]] = []
@@ -160,7 +160,7 @@ class _Parser:
         return False
 
     def _juxtaposed(self, left: Node) -> Node:
-        """left times what follows; a whole number before a proper fraction is a mixed number."""
+        """Multiply `left` by what follows; a whole number before a proper fraction is a mixed number."""
         right = self._power()
         if left[0] == "num" and left[1].denominator == 1 and right[0] == "frac":
             top, bottom = right[1], right[2]
@@ -283,7 +283,7 @@ class _Parser:
         return node if power is None else ("pow", node, power)
 
     def _argument(self) -> Node:
-        """( .. ) or { .. } alone, or the factors up to the next sign or function."""
+        """Parse a function's argument: ( .. ) or { .. } alone, or the factors up to the next sign or function."""
         if self._peek()[1] in ("(", "{", "["):
             return self._atom()
         node = self._signed_power()

@@ -213,7 +213,7 @@ _SPACE_THAT_MATTERS = re.compile(
 
 
 def plain_text(text: str) -> str:
-    """\\text{...} and its relatives replaced by their content."""
+    """Replace \\text{...} and its relatives by their content."""
     return _TEXT.sub(r" \1 ", text)
 
 

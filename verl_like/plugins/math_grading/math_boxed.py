@@ -25,11 +25,12 @@ def compute_score(
     format_score: float = 0.0,
     think_tags: bool = False,
 ) -> dict[str, Any]:
-    """`score` for the right answer, `format_score` for another one in a box, 0 without a box.
+    """Score `score` for the right answer, `format_score` for another one in a box, 0 without a box.
+
+    Returns score, acc, format, pred, and layer: the comparison that decided (see `math_equal.Verdict`).
 
     ground_truth: the answer (a \\boxed{...} around it is taken off), or a list of answers any of which is right.
     think_tags: the box counts only after exactly one <think> ... </think>.
-    Returns score, acc, format, pred, and layer: which comparison decided (see `math_equal.Verdict`).
     """
     answer = last_boxed(solution_str)
     well_formed = answer is not None and (not think_tags or _thinks_once(solution_str))

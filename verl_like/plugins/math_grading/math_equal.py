@@ -91,7 +91,7 @@ def _readings(text: str) -> list[str]:
 
 
 def _compare_approximations(truth: str, answer: str) -> Verdict:
-    """2/3 \\approx 0.67: each number the answer gives must be one that the reference gives."""
+    """Compare answers such as 2/3 \\approx 0.67: each number the answer gives must be one that the reference gives."""
     truths, answers = _values(truth), _values(answer)
     if len(truths) == len(answers) == 1:
         return _compare(truths[0], answers[0], 0)

@@ -43,10 +43,11 @@ def compute_score(
     format_gate: bool = True,
     think_in_prompt: bool = False,
 ) -> dict[str, Any]:
-    """`acc_score` for the right answer (Colossal-RL: 10), `format_score` for another one in the right format.
+    """Score `acc_score` for the right answer (Colossal-RL: 10), `format_score` for another one in the right format.
 
-    format_gate: the answer counts only in the right format. Returns score, acc (what counted), answer_acc (whatever the
-    format), format, pred.
+    Returns score, acc (what counted), answer_acc (whatever the format), format, pred.
+
+    format_gate: the answer counts only in the right format.
     """
     answer = extract_answer(solution_str)
     formatted = format_is_right(solution_str, think_in_prompt=think_in_prompt)

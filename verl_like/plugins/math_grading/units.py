@@ -58,10 +58,11 @@ class Quantity:
 
 
 def split_unit(text: str, *, one_letter: bool = False, known: Set[str] | None = None) -> Quantity:
-    """Take a unit, percent or currency sign off. one_letter: read `5 m` as metres, not as 5 times m.
+    """Take a unit, percent or currency sign off. Words that are not understood stay in the value.
 
-    known: words that count as a unit besides those listed above: the reference's, for an answer. None: any, for the
-    reference itself. Words that are not understood stay in the value.
+    one_letter: read `5 m` as metres, not as 5 times m.
+    known: words that count as a unit besides those listed above: the reference's, for an answer; None: any, for the
+        reference itself.
     """
     text = re.sub(r"^\(([^()]*)\)$", r"\1", text)
     if match := _PERCENT.match(text):
@@ -95,7 +96,7 @@ def split_unit(text: str, *, one_letter: bool = False, known: Set[str] | None = 
 
 
 def _counted(words: str, value: str, known: Set[str] | None, power: str | None = None) -> str:
-    """ "things" or "other" (see Quantity) for words that say what is counted, "" for any others."""
+    """Return "things" or "other" (see Quantity) for words that say what is counted, "" for any others."""
     if known is None:
         return "" if _CHANGES.search(words) else "other"
     words, _, each = _MEASURED.sub("", words.strip()).partition(" per ")

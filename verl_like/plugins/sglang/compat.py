@@ -100,8 +100,13 @@ def starting(device: torch.device, sleeps: bool) -> AbstractContextManager[objec
 
 
 def prepare(device: torch.device, *, quiet: bool, sees: bool = False) -> None:
-    """Make SGLang importable here, and import what is used of it. Raises ValueError for another version whose private
-    names are others, or none at all. quiet: errors alone are logged. sees: for a vision-language model."""
+    """Make SGLang importable here, and import what is used of it.
+
+    Raises ValueError where SGLang is missing, or is another version whose private names are others.
+
+    quiet: log errors alone.
+    sees: for a vision-language model.
+    """
     version = require_installed()
     if quiet:  # it tells of every model file that wants a kernel which is not there
         logging.getLogger("sglang").setLevel(logging.ERROR)
@@ -251,8 +256,11 @@ def new_request(
     priority: int = 0,
     scored: bool = False,
 ) -> Any:
-    """A request for `add`. name: all are of one length, because SGLang aborts by the beginnings of names. scored: the
-    prompt's log-probs are wanted."""
+    """Make a request for `add`.
+
+    name: all names are of one length, because SGLang aborts by the beginnings of names.
+    scored: the prompt's log-probs are wanted.
+    """
     sampling = _of("sglang.srt.sampling.sampling_params", "SamplingParams")
     params = sampling(max_new_tokens=max_new_tokens, temperature=1.0, ignore_eos=True)
     params.normalize(None)

@@ -120,7 +120,7 @@ class SGLangRolloutEngine(SteppedRolloutEngine):
         return compat.step(self._scheduler, beginning)
 
     def _sample(self, logits_output: Any, forward_batch: Any) -> Tensor:
-        """Draw the next token of each request of the step, in SGLang's sampler's place, and keep it with its log-prob."""
+        """Draw the next token of each request of the step, as SGLang's sampler would, and keep it with its log-prob."""
         logits_bV = logits_output.next_token_logits[:, : self.tokenizer_size].float()
         token_b, log_prob_b = logits_bV.argmax(dim=-1), logits_bV.new_zeros(len(logits_bV))
         drawn = [i for i, request in enumerate(self._in_step) if request.row is not None]
@@ -152,7 +152,7 @@ class SGLangRolloutEngine(SteppedRolloutEngine):
         self._wake("kv_cache")  # not before: until now the trainer's full tensors needed the room
 
     def _weights_changed(self) -> None:
-        """Each row notes the version of every token."""
+        """Do nothing, as each row notes the version of every token."""
 
     def weight_checksums(self, shapes: Mapping[str, torch.Size]) -> list[tuple[str, int]]:
         """Compute the checksum of every whole weight that the engine holds; collective over its tensor-parallel ranks.

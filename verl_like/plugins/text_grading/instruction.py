@@ -28,11 +28,13 @@ def compute_score(
     score: float = 1.0,
     partial_credit: bool = False,
 ) -> dict[str, Any]:
-    """`score` if all instructions are obeyed; with partial_credit, that times the share of them that are.
+    """Score `score` if all instructions are obeyed; with partial_credit, that times the share of them that are.
+
+    The text before </think> is not looked at. Returns score, acc (all obeyed), share, and pred: the instructions that
+    were not obeyed.
 
     ground_truth: {"instruction_id_list": [name, ...], "kwargs": [arguments, ...]}, also as a JSON text, or a list of
-    {"instruction_id", "kwargs"}. What stands before </think> is not looked at. Returns score, acc (all obeyed), share,
-    and pred: the instructions that were not obeyed.
+        {"instruction_id", "kwargs"}.
     """
     instructions = _instructions(ground_truth)
     text = solution_str.rsplit(_END_OF_THINKING, 1)[-1].strip()

@@ -38,7 +38,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopRow:
-    """verl's AgentLoopOutput: a context, and what follows it, where mask_R is 1 at the tokens that shall be trained."""
+    """Row of verl's AgentLoopOutput: a context, and what follows it; mask_R is 1 at the tokens to be trained."""
 
     prompt_ids_P: NDArray[np.int32]
     response_ids_R: NDArray[np.int32]
@@ -63,9 +63,11 @@ class AgentReply(Outcome):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentRequest:
-    """One message to a worker. action: "start", "resume" (with answers, or to ask for news) or "end".
+    """Message to a worker.
 
-    sampling: the run's, under verl's names. fields: the row's, by column (`plugins.agents.tools.toolbox.fields_of`).
+    action: "start", "resume" (with answers, or to ask for news) or "end".
+    sampling: the run's sampling parameters, under verl's names.
+    fields: the row's, by column (`plugins.agents.tools.toolbox.fields_of`).
     """
 
     action: str
@@ -78,11 +80,14 @@ class AgentRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentLoopSpec(OwnSpec):
-    """The loops of one run. `timeout`: of a loop's own code between two requests to the policy.
+    """Agent loops of one run: a file that lists them, or a completion callback, at least one of both.
 
-    config_path: the file that lists them. callback: verl's completion callback, one more; at least one of both.
-    encoder: the pickled PromptEncoder of the run. end_ids: tokens that end a turn. settings: the whole configuration,
-    as plain values.
+    timeout: of a loop's own code between two requests to the policy.
+    config_path: the file that lists loops.
+    callback: verl's completion callback, which is one more.
+    encoder: the pickled PromptEncoder of the run.
+    end_ids: tokens that end a turn.
+    settings: the whole configuration, as plain values.
     """
 
     factory: str = "verl_like.plugins.verl_agents.service:AgentLoopService"

@@ -37,7 +37,11 @@ class TokenOutput(list[int]):
 
 
 class Policy:
-    """The server_manager of one episode. asked: what the trainer has not been told yet. news: set with each."""
+    """Policy of one episode, as verl's server_manager.
+
+    asked: requests that the trainer has not been told yet.
+    news: set with each request.
+    """
 
     def __init__(self) -> None:
         self.asked: list[Asked] = []

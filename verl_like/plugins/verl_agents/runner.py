@@ -29,10 +29,14 @@ _START_S = 600.0  # a worker imports transformers, and what the user's files imp
 
 
 class AgentLoops:
-    """Runs the rows whose agent_name is in `names`; rows without one are `default`'s; all others are for `others`.
+    """Runner of the rows whose agent_name is in `names`; rows without one are `default`'s, all others for `others`.
 
-    prompt, response: data.max_prompt_length, data.max_response_length. A request with its answer has at most their sum,
-    an answer at most `response` tokens. turn_rewards: see `turns_of`. AgentLoopError where a loop cannot be loaded.
+    A request with its answer has at most prompt + response tokens, an answer at most `response`. Raises AgentLoopError
+    where a loop cannot be loaded.
+
+    prompt: data.max_prompt_length.
+    response: data.max_response_length.
+    turn_rewards: see `turns_of`.
     """
 
     def __init__(

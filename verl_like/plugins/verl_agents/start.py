@@ -33,7 +33,7 @@ def loop_names(rollout: RolloutConfig) -> list[str]:
 
 
 def check_agents(datasets: Iterable[Dataset | None], rollout: RolloutConfig) -> None:
-    """ValueError for a row whose agent_name is no loop's, or tool_agent where conversations are off."""
+    """Raise ValueError for a row whose agent_name is no loop's, or tool_agent where conversations are off."""
     names, conversations = loop_names(rollout), rollout.multi_turn.enable
     for dataset in filter(None, datasets):
         agents = dataset.agents()
@@ -95,7 +95,7 @@ def with_agent_loops(
     eos_ids: Sequence[int],
     stack: ExitStack,
 ) -> EpisodeRunner:
-    """`others`, with the loops of the run's file before it until `stack` is closed. AgentLoopError for bad ones."""
+    """Put the loops of the run's file before `others`, until `stack` is closed. Raises AgentLoopError for bad ones."""
     rollout, names = config.actor_rollout_ref.rollout, loop_names(config.actor_rollout_ref.rollout)
     if runs_programs(rollout):
         return open_gateway(config, encoder, eos_ids, stack)

@@ -22,7 +22,7 @@ class ContinuousTokens:
     """The chat template's tokens for messages, without tokenising again what the model wrote."""
 
     def __init__(self, tokenizer: Any, data: Any) -> None:
-        """data: `data.*` of the run."""
+        """Take the tokenizer and `data.*` of the run."""
         kwargs = dict(data.get("apply_chat_template_kwargs") or {})
         spelled = SpelledTokens(data.get("special_tokens_in_text", "text"))
         self._encoder = PromptEncoder(

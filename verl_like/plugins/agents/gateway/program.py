@@ -67,7 +67,11 @@ class ProgramRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramSpec(OwnSpec):
-    """path: file.py:function; command: a command line; one of both."""
+    """Program that a worker runs: a function or a command line, one of both.
+
+    path: file.py:function.
+    command: a command line.
+    """
 
     factory: str = "verl_like.plugins.agents.gateway.program:ProgramService"
     concurrency: int = 1024

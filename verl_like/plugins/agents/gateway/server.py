@@ -163,7 +163,7 @@ class GatewayServer:
         self._loop.close()
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Any request: every refusal is in the form of its API."""
+        """Answer a request; every refusal is in the form of its API."""
         self._front.spoke(request.protocol)
         session = None
         try:

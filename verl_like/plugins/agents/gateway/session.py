@@ -39,8 +39,12 @@ T = TypeVar("T")
 
 
 class Refused(Exception):
-    """The program asked for what there is not; it reads why. code: the APIs' name of the error; param: the field;
-    status: HTTP's."""
+    """Error of a request for something that is not available; the program reads its text.
+
+    code: name of the error in the APIs.
+    param: the field.
+    status: HTTP's.
+    """
 
     def __init__(
         self, message: str, code: str = "invalid_request_error", param: str | None = None, status: int = 400
@@ -96,7 +100,7 @@ class Reply:
 
     @property
     def finish_reason(self) -> str:
-        """stop, length or tool_calls."""
+        """Reason of the answer's end: stop, length or tool_calls."""
         if self.completion.finish_reason == "length":
             return "length"
         return "tool_calls" if self.message.get("tool_calls") else "stop"
@@ -127,7 +131,7 @@ class Rules:
 
 
 async def apart(size: int, work: Callable[..., T], *arguments: Any) -> T:
-    """`work(*arguments)`, which must not touch what others change; in a thread where the input's `size` is large."""
+    """Run work(*arguments), in a thread where the input's `size` is large; it must not touch what others change."""
     if size <= _SMALL_CHARS:
         return work(*arguments)
     return await asyncio.get_running_loop().run_in_executor(_HEAVY, work, *arguments)

@@ -22,10 +22,11 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parsed:
-    """A response taken apart.
+    """Response taken apart.
 
-    content: the text outside of calls and thinking, as written. malformed: one message for each call that was begun and
-    cannot be read: what is wrong, and the head of its text. reasoning: the thinking, None where there is none.
+    content: the text outside of calls and thinking, as written.
+    malformed: one message for each call that was begun and cannot be read: what is wrong, and the head of its text.
+    reasoning: the thinking; None where there is none.
     """
 
     content: str

@@ -56,7 +56,7 @@ class Interactions:
         self._live: dict[str, tuple[Any, dict[str, Any]]] = {}  # by session: the user, and the row's arguments
 
     async def begin(self, session: str, row: Mapping[str, Any]) -> ToolOutcome:
-        """ValueError for a name that no interaction has. A row without interaction_kwargs has no simulated user."""
+        """Begin the simulated user of a row, if it has interaction_kwargs. Raises ValueError for an unknown name."""
         if settings := interaction_kwargs(row["extra_info"] or {}):
             user = self._users[chosen(settings, self.names)]
             self._live[session] = user, settings

@@ -36,7 +36,7 @@ class ToolSource(Protocol):
 
 @dataclass
 class _Instance:
-    """verl's tool instance of one episode."""
+    """Instance of a tool of verl's form, for one episode."""
 
     id: str
     settings: Mapping[str, Any]  # the row's tools_kwargs of this tool

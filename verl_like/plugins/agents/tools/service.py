@@ -63,9 +63,12 @@ class ToolService:
             return self._failure(payload, error)
 
     def _describe(self) -> list[Any]:
-        """[schema, whether it has state, whether it is an environment's] of each tool; whether episodes have a life
-        beside calls; whether an environment scores them; the names of simulated users; whether an environment answers
-        the model's messages."""
+        """Describe the tools to the trainer.
+
+        A list of five: (schema, whether it has state, whether it is an environment's) of each tool; whether episodes
+            have a life beside calls; whether an environment scores them; the names of simulated users; whether an
+            environment answers the model's messages.
+        """
         tools = [
             (schema, source.stateful, isinstance(source, Environment))
             for source in self._sources
@@ -109,8 +112,10 @@ class ToolService:
         return [{**each, "content": self._plain(text.to_text(each.get("content", "")), None)} for each in messages]
 
     async def _end(self, request: ToolRequest) -> ToolOutcome:
-        """Every source is ended, also after one that fails; then the first failure is the outcome. reward: the
-        environment's, or where none gives one, the sum of the tools'."""
+        """End the episode at every source, also after one that fails; the first failure is the outcome.
+
+        Its reward is the environment's, or where none gives one, the sum of the tools'.
+        """
         rewards: list[float] = []
         scores: list[float] = []
         metrics: dict[str, float | str | None] = {}

@@ -91,7 +91,7 @@ def has_reward(value: Any) -> bool:
 
 
 def split_value(value: Any) -> tuple[Any, Any, Any]:
-    """(response, reward, metrics) of what a tool returned, of which the last two may be left out: verl's rule."""
+    """Split a tool's value into (response, reward, metrics), of which the last two may be left out: verl's rule."""
     if not isinstance(value, tuple):
         return value, None, None
     if not 1 <= len(value) <= 3:

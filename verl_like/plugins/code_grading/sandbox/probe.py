@@ -95,7 +95,7 @@ def assess(settings: SandboxSettings) -> Assessment:
 
 
 def require(settings: SandboxSettings, key: str = "reward_model.sandbox.min_level") -> Assessment:
-    """`assess`, and SandboxError that says what is missing if that is less than settings.min_level."""
+    """Assess the sandbox. Raises SandboxError, which says what is missing, if it is weaker than settings.min_level."""
     found = assess(settings)
     if _rank(found.level) < _rank(settings.min_level):
         raise SandboxError(

@@ -123,7 +123,7 @@ def _op(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
 
 
 def _on(number: int, then: list[bytes]) -> list[bytes]:
-    """`then`, which must end in a return, for one system call."""
+    """Build the branch of one system call: `then`, which must end in a return."""
     return [_op(_JEQ, number, 0, len(then)), *then]
 
 

@@ -44,7 +44,10 @@ class Zygote:
         return self._answer()
 
     def end_all(self) -> None:
-        """No process of a run survives it, wherever it hid. Without namespaces there are only those that were ended."""
+        """Kill all processes of a run, wherever they hide.
+
+        Without namespaces there are no others than those that were ended.
+        """
         while self._alone:
             try:
                 os.kill(-1, signal.SIGKILL)  # everything in this process namespace but the zygote and ourselves

@@ -74,7 +74,10 @@ def register(agent_name: str) -> Callable[[type], type]:
 
 
 class AgentLoopBase(ABC):
-    """`run` is an episode. config: the whole configuration, as an OmegaConf dictionary."""
+    """Base of agent loops, whose `run` is an episode.
+
+    config: the whole configuration, as an OmegaConf dictionary.
+    """
 
     _class_initialized = False
 

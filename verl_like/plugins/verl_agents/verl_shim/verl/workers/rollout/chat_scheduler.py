@@ -36,7 +36,11 @@ class CompletionCallback(ABC):
 
     @abstractmethod
     async def __call__(self, messages: list[dict[str, Any]], completions: Any, info: dict[str, Any]) -> None:
-        """messages: so far, without the answer. completions: the answer, in the form of OpenAI's chat interface."""
+        """Handle an answer of the policy.
+
+        messages: the conversation so far, without the answer.
+        completions: the answer, in the form of OpenAI's chat interface.
+        """
 
     def postprocess(self, batch: Any, batch_conversations: list[list[dict[str, Any]]], n: int) -> Any:
         """Raise NotImplementedError: the tokens that were sampled are trained on, not the conversation's text."""
