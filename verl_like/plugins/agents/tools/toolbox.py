@@ -76,7 +76,7 @@ class Toolbox:
         return self._submit(ToolRequest(action="begin", session=session, names=names, row=fields_of(row)))
 
     def take_usage(self) -> dict[str, float]:
-        """Report tool/<name>/{calls,errors,timeouts}, /seconds/{mean,max} of the calls that ended since the last report."""
+        """Report the calls that ended since the last time: tool/<name>/{calls,errors,timeouts}, /seconds/{mean,max}."""
         return self._usage.take()
 
     def call(self, session: str, name: str, arguments: dict[str, Any] | str) -> Future[ToolOutcome]:
