@@ -34,12 +34,15 @@ _SIDES: dict[str, Side] = {_PROMPTS: "left", _RESPONSES: "right"}
 
 
 def tokens(length: str = _RESPONSES, fill: float = 0, **kwargs: Any) -> Any:
-    """A field that is a column [T], whose rows have the lengths of another field. fill: in its padded form."""
+    """Declare a field that is a column [T], whose rows have the lengths of another field.
+
+    fill: value in its padded form.
+    """
     return dataclasses.field(metadata={"length": length, "fill": fill}, **kwargs)
 
 
 def beside(**kwargs: Any) -> Any:
-    """A field that is no column: a dictionary."""
+    """Declare a field that is no column: a dictionary."""
     return dataclasses.field(metadata={"beside": True}, **kwargs)
 
 
@@ -91,7 +94,7 @@ class TensorStruct(metaclass=_Struct):
                 raise ValueError(f"{type(self).__name__}: {length} adds up to {total}, but there are {held} tokens")
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with some fields exchanged. ValueError for lengths without the tokens that they cut."""
+        """A copy with some fields exchanged. Raises ValueError for lengths without the tokens that they cut."""
         current = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
         changes = _flattened(type(self), changes, current)
         for name, field in _token_fields(type(self)).items():
@@ -455,7 +458,7 @@ class Episodes:
 
     @classmethod
     def of(cls, rows: Rollouts | Experience) -> Episodes:
-        """The episodes of these rows. ValueError where one has rows in several groups."""
+        """The episodes of these rows. Raises ValueError where one has rows in several groups."""
         if rows.episode_B is None:
             return cls(length_B=rows.response_length_B)
         names, known = rows.episode_B.tolist(), dict[int, int]()
@@ -467,7 +470,7 @@ class Episodes:
         return cls(length_B=rows.response_length_B, number_B=number_B)
 
     def __len__(self) -> int:
-        """E."""
+        """Count the episodes: E."""
         return len(self.length_B) if self.number_B is None else len(self.number_B.unique())
 
     def rows(self) -> list[Tensor]:

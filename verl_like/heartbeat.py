@@ -186,7 +186,7 @@ def show_stacks() -> None:
 
 
 def stacks_below(pid: int, wait_s: float = 1.0) -> dict[int, str]:
-    """The stacks of all processes below this one that called `show_stacks`, by process id; Linux only."""
+    """Read the stacks of all processes below this one that called `show_stacks`, by process id; Linux only."""
     found: dict[int, Path] = {}
     below = [pid]
     for parent in below:

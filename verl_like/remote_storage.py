@@ -54,7 +54,7 @@ def is_remote(name: str | None) -> bool:
 
 
 class RemoteFolder:
-    """A folder at a URL. ValueError, naming `key`, where the storage cannot be reached."""
+    """A folder at a URL. Raises ValueError, naming `key`, where the storage cannot be reached."""
 
     def __init__(self, url: str, key: str) -> None:
         self.url, self.key = url.rstrip("/"), key
@@ -232,13 +232,15 @@ class Uploader:
         threading.Thread(target=self._work, name="upload", daemon=True).start()
 
     def start(self, checkpoint: Path) -> None:
-        """Upload this one too, once the ones before are done: a copy that lags does not pile up. Not where the storage
-        is away."""
+        """Upload this folder too, once the ones before are done: a copy that lags does not pile up.
+
+        Does nothing where the storage is away.
+        """
         for path in (*self._failed(None if self._away else 0.0), checkpoint):
             self._submit(path)
 
     def finish(self) -> list[str]:
-        """Wait; what could not be uploaded, after one more try."""
+        """Wait, and list what could not be uploaded, after one more try."""
         for path in self._failed(_LAST_S):
             self._submit(path)
         return [str(path) for path in (*self._failed(_LAST_S), *self._pending)]

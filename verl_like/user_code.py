@@ -72,7 +72,7 @@ def registered_names(menu: str) -> set[str]:
 
 
 def import_modules(names: str | None, key: str) -> None:
-    """Import modules separated by commas, each by its name or as a file.py. UserCodeError names `key`."""
+    """Import modules separated by commas, each by its name or as a file.py. Raises UserCodeError, which names `key`."""
     for name in (names or "").split(","):
         if name.strip():
             load_module(name.strip(), key)
@@ -84,7 +84,7 @@ def external_modules() -> str:
 
 
 def load(reference: str, key: str) -> Any:
-    """The object that a reference names. UserCodeError says what is wrong with it and names `key`."""
+    """The object that a reference names. Raises UserCodeError, which says what is wrong with it and names `key`."""
     path, _, name = reference.rpartition(":")
     if not is_reference(reference):
         raise UserCodeError(f"{key}={reference!r}: write {FORMS}")
@@ -114,7 +114,10 @@ def load_class(path: str, name: str | None, *, path_key: str, name_key: str) -> 
 
 
 def find(module: ModuleType, name: str, setting: str) -> Any:
-    """A name of a module. UserCodeError suggests the nearest one; `setting` is "key=value" for its message."""
+    """A name of a module.
+
+    Raises UserCodeError, which suggests the nearest one; `setting` is "key=value" for its message.
+    """
     if hasattr(module, name):
         return getattr(module, name)
     own = [
@@ -156,7 +159,10 @@ def accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[s
 
 
 def resolve_path(path: str, key: str) -> str:
-    """An absolute file path; `pkg://module` and module names as they are. UserCodeError if there is no such file."""
+    """An absolute file path; `pkg://module` and module names as they are.
+
+    Raises UserCodeError if there is no such file.
+    """
     if not path.removeprefix(_MODULE_PREFIX).strip():
         raise UserCodeError(f"{key}={path} is empty (a shell variable that is not set?): name a file, or leave it out")
     if path.startswith(_MODULE_PREFIX) or not (path.endswith(".py") or "/" in path):

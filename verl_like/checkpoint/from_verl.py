@@ -60,7 +60,7 @@ def converted(source: Path, root: Path) -> tuple[Path, list[str]]:
 
 
 def _convert(folder: Path, out: Path, step: int) -> list[str]:
-    """One role; what was not taken."""
+    """Convert one role, and list what was not taken."""
     weights, left = VerlFiles(folder), ["random states"]
     _write(weights, out / "model")
     if (folder / "huggingface").is_dir():
@@ -97,7 +97,7 @@ def _schedule_steps(folder: Path, step: int, left: list[str]) -> int:
 
 
 def _averages(folder: Path, weights: VerlFiles) -> StoredWeights:
-    """AdamW's. ValueError where they cannot be matched with the weights."""
+    """Read AdamW's averages. Raises ValueError where they cannot be matched with the weights."""
     files = [folder / path.name.replace("model_", "optim_", 1) for path in weights.files]
     if missing := [path.name for path in files if not path.exists()]:
         raise ValueError(f"{missing[0]} is not there")

@@ -165,7 +165,7 @@ def whole_checkpoints(root: str | Path) -> list[Path]:
 
 
 def check_checkpoint(path: str | Path, find_faults: FindFaults = lambda path: []) -> Path:
-    """The folder that trainer.resume_from_path names. ValueError unless it is a whole checkpoint."""
+    """The folder that trainer.resume_from_path names. Raises ValueError unless it is a whole checkpoint."""
     folder = Path(path).expanduser()
     named = [] if _STEP_DIR.fullmatch(folder.name) else ["its name must be global_step_<number>"]
     faults = _incomplete(folder) + named or _state_faults(folder) or find_faults(folder)
@@ -180,7 +180,7 @@ def write_trainer_state(path: str | Path, state: Mapping[str, Any]) -> None:
 
 
 def read_trainer_state(path: str | Path, form: Form | None = None) -> dict[str, Any]:
-    """Return what `write_trainer_state` wrote. ValueError, naming the file, where it is damaged."""
+    """Return what `write_trainer_state` wrote. Raises ValueError, naming the file, where it is damaged."""
     return read_object(Path(path) / STATE_FILE, form, strict=True)
 
 

@@ -59,7 +59,7 @@ class RunLock:
         self._heart = threading.Thread(target=self._beat, name="run lock", daemon=True)
 
     def acquire(self) -> None:
-        """Take the folder. RunLocked, naming host, process and run, while another live run holds it."""
+        """Take the folder. Raises RunLocked, naming host, process and run, while another live run holds it."""
         with _alone(self.path.parent):
             holder = _read(self.path)
             if holder is not None:
@@ -139,7 +139,10 @@ def machine() -> str:
 
 
 def process_start(pid: int) -> str | None:
-    """A mark of this very process: when it started (Linux), else that it lives. None: it does not, or is a zombie."""
+    """Return a mark of this very process: when it started (Linux), else that it lives.
+
+    None: it does not live, or is a zombie.
+    """
     if not Path("/proc/self/stat").exists():
         return "alive" if _answers(pid) else None
     try:

@@ -26,7 +26,7 @@ _PEFT_PREFIX, _PEFT_PARTS = "base_model.model.", (".base_layer.", ".default.")
 
 
 class StoredWeights(Protocol):
-    """Names are those of the module, without prefixes."""
+    """Weights on a disk. Names are those of the module, without prefixes."""
 
     @property
     def names(self) -> Sequence[str]:
@@ -38,7 +38,7 @@ class StoredWeights(Protocol):
         ...
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Whole tensors. ValueError for files that do not hold them."""
+        """Whole tensors. Raises ValueError for files that do not hold them."""
         ...
 
 

@@ -198,8 +198,11 @@ def _start(
 
 @contextlib.contextmanager
 def _on_loopback() -> Iterator[None]:
-    """A Ray of our own listens to this machine alone: whoever reaches its ports can run code. It does so on systems on
-    which it makes no clusters, by this switch, which its other processes read from the environment."""
+    """Let a Ray of our own listen to this machine alone: whoever reaches its ports can run code.
+
+    Ray does so on systems where it makes no clusters, by this switch, which its other processes read from the
+    environment.
+    """
     constants: Any = ray._private.ray_constants  # pyright: ignore[reportAttributeAccessIssue]
     before, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
     try:
@@ -222,8 +225,10 @@ def _set_token() -> None:
 
 @contextlib.contextmanager
 def _patience() -> Iterator[None]:
-    """Ray gives its own daemons 30 seconds to find each other, which on a machine that is busy with other work may not
-    do: where it looks whether they have, it is kept waiting for up to `_START_S`."""
+    """Give Ray's daemons up to `_START_S` to find each other.
+
+    Ray's own 30 seconds may not do on a machine that is busy with other work: the look for them is repeated.
+    """
     services: Any = ray._private.services  # pyright: ignore[reportAttributeAccessIssue]
     get_node, end = services.get_node, time.monotonic() + _START_S
 
@@ -300,7 +305,10 @@ def _check_reachable(address: str) -> None:
 
 
 def _object_store_bytes() -> int:
-    """Batches are tokens, not pixels: a tenth of memory is plenty. Stays inside /dev/shm, or Ray falls back to disk."""
+    """Choose the object store's size: a tenth of memory, plenty for tokens, and inside /dev/shm.
+
+    Beyond that Ray falls back to disk.
+    """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     size = min(max(memory // 10, _MIN_OBJECT_STORE), _MAX_OBJECT_STORE)
     if os.path.isdir("/dev/shm"):

@@ -73,7 +73,7 @@ _flags: list[StopFlag] = []  # of `graceful_interrupt`, the innermost last
 
 
 def pass_on_sigterm(who: str) -> None:
-    """A worker got a SIGTERM, as where its machine is to go: this process treats it as its own, unless it has one."""
+    """Treat a worker's SIGTERM (its machine is to go, perhaps) as this process's own, unless that has had one."""
     if not _flags:
         os.kill(os.getpid(), signal.SIGTERM)
     elif not _flags[-1].requested:
@@ -113,7 +113,7 @@ def terminated() -> bool:
 
 @contextmanager
 def sigterm_blocked() -> Iterator[None]:
-    """Processes started in here, and all below them, are not ended by SIGTERM, unless they unblock it."""
+    """Protect processes started in the block, and all below them, from SIGTERM, unless they unblock it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         yield

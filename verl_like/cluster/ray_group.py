@@ -362,8 +362,10 @@ class RayWorkerGroup:
             logger.warning("rank %d %s; %s() waits for it", rank, stopped_text(self._ranks[rank].pid), target.method)
 
     def _of_node(self, failure: Failure) -> Failure:
-        """The failure, told as the node's where a process died with its raylet (seen on this machine alone; of another
-        one Ray's own message says so)."""
+        """Tell the failure as the node's where a process died with its raylet.
+
+        That is seen on this machine alone; of another one Ray's own message says so.
+        """
         rank = self._ranks[failure.rank]
         here = rank.node_id == ray.get_runtime_context().get_node_id()
         if failure.kind != "died" or not here or process_state(rank.node_id, rank.raylet_pid) != "":
@@ -390,7 +392,7 @@ class RayWorkerGroup:
         self.end(error)
 
     def asked_to_stop(self, rank: int) -> None:
-        """A rank got a SIGTERM."""
+        """True where a rank got a SIGTERM."""
         if not self._passed_on:
             self._passed_on = True
             pass_on_sigterm(f"{self.name} rank {rank}")

@@ -118,7 +118,7 @@ def _nodes_in_order(group: PlacementGroup) -> tuple[NodeSlot, ...]:
 
 
 def _address_key(address: str) -> tuple[int, int, str]:
-    """Sorts 10.0.0.9 before 10.0.0.10; host names come after addresses."""
+    """Key that sorts 10.0.0.9 before 10.0.0.10; host names come after addresses."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
@@ -138,7 +138,7 @@ def _alive() -> list[dict[str, Any]]:
 
 
 def _cluster() -> str:
-    """One line: nodes with their CPUs and GPUs, and what is free in all."""
+    """Describe the cluster in one line: nodes with their CPUs and GPUs, and the free ones in all."""
     nodes = []
     for node in sorted(_alive(), key=lambda node: _address_key(node["NodeManagerAddress"])):
         has = node["Resources"]

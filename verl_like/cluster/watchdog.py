@@ -56,7 +56,7 @@ class Watched:
 
     @property
     def span(self) -> dict[str, Any]:
-        """The one that took longest in proportion to its limit."""
+        """Span that took longest in proportion to its limit."""
         return max(self.spans, key=lambda each: each["age_s"] / (each["allowed_s"] or 1e9), default={})
 
     def line(self) -> str:
@@ -72,7 +72,10 @@ class Watched:
 
 
 class WatchedGroup(Protocol):
-    """Ranks of a pool. spare: the run goes on without them."""
+    """Group of the ranks of a pool.
+
+    spare: the run goes on without them.
+    """
 
     name: str
     spare: bool
@@ -82,12 +85,15 @@ class WatchedGroup(Protocol):
         ...
 
     def end(self, error: WorkerStalled) -> NoReturn:
-        """Stop them all and raise `error`."""
+        """Stop all ranks of the group and raise `error`."""
         ...
 
 
 class Watchdog:
-    """Looks after `groups`. stall_timeout: [s] trainer.stall_timeout; None: never."""
+    """Watchdog of `groups`.
+
+    stall_timeout: [s] trainer.stall_timeout; None: never.
+    """
 
     def __init__(self, stall_timeout: float | None, run_id: str) -> None:
         self.stall_timeout, self._run_id = stall_timeout, run_id
@@ -199,7 +205,7 @@ class Watchdog:
 
 
 def _cause(stopped: Sequence[Watched], late: Sequence[Watched], ranks: Sequence[Watched]) -> tuple[Watched, str]:
-    """Whom the others wait for, and why."""
+    """Find the rank that the others wait for, and the reason."""
     for rank in (*stopped, *(each for each in ranks if each.called and each.state == "T")):
         return rank, stopped_text(rank.pid)
     for rank in ranks:
@@ -216,7 +222,7 @@ def _cause(stopped: Sequence[Watched], late: Sequence[Watched], ranks: Sequence[
 
 
 def _behind(ranks: Sequence[Watched]) -> tuple[Watched, str] | None:
-    """The rank that has begun fewer collectives of a process group than its partners, who wait there."""
+    """Find the rank that has begun fewer collectives of a process group than its partners, who wait there."""
     pools = dict.fromkeys(rank.pool for rank in ranks if rank.called)
     for mine in ([rank for rank in ranks if rank.pool == pool] for pool in pools):
         for group in dict.fromkeys(name for rank in mine for name in rank.collective):
@@ -234,7 +240,7 @@ def _look_here(jobs: Sequence[tuple[int, str]]) -> list[dict[str, Any]]:
 
 
 def _stacks_of(ranks: Sequence[Watched]) -> dict[str, str]:
-    """The stacks of these ranks' threads, by rank. A stopped one is let go on for it: its end follows."""
+    """Collect the stacks of these ranks' threads, by rank. A stopped rank is continued for it: its end follows."""
     found: dict[str, str] = {}
     for node in dict.fromkeys(rank.node_id for rank in ranks):
         here = [rank for rank in ranks if rank.node_id == node]
@@ -255,7 +261,7 @@ def _stacks_here(jobs: Sequence[tuple[int, str]]) -> list[str]:
 
 
 def _write_report(path: Path, message: str, stacks: Mapping[str, str]) -> None:
-    """All that is known, into a file: it is added to."""
+    """Append all that is known to a file."""
     with path.open("a", encoding="utf-8") as file:
         file.write(f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} ===\n{message}\n\n")
         for name, text in stacks.items():

@@ -148,7 +148,7 @@ def new_run_id() -> str:
 
 
 def resolve_import_path(path: str) -> Any:
-    """The object named by "package.module:Name".
+    """Return the object named by "package.module:Name".
 
     Raises ValueError for a malformed path or a missing name; errors of the module's own import pass through.
     """

@@ -91,8 +91,10 @@ class PromptEncoder:
 
     def render(self, conversation: Conversation, *, to_answer: bool = True) -> str:
         """The prompt as text, up to where the policy goes on: after the generation prompt, or in the last message if it
-        is an assistant's; to_answer=False: the whole conversation. ValueError if the template refuses the messages, or
-        to leave such a message open."""
+        is an assistant's; to_answer=False: the whole conversation.
+
+        Raises ValueError if the template refuses the messages, or to leave such a message open.
+        """
         messages, tools = conversation
         if not self.has_template:
             return whole(self._plain_prompt(messages))
@@ -109,7 +111,10 @@ class PromptEncoder:
 
     def begun(self, messages: Messages) -> str | None:
         """The text of a last message that is the assistant's: the answer with which the policy goes on; "" if it is
-        blank. None without one, or with data.continue_final_message=False. ValueError for more than text."""
+        blank. None without one, or with data.continue_final_message=False.
+
+        Raises ValueError for more than text.
+        """
         last = messages[-1] if messages and self.continues else {}
         if last.get("role") != "assistant":
             return None

@@ -159,7 +159,7 @@ class CustomSampler(Sampler):
         return {**place, **self._drawn_state(), "sampler": own, "identity": self._identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state. ValueError if the data set is another one."""
+        """Continue from a saved state. Raises ValueError if the data set is another one."""
         check_identity(state["identity"], self._identity)
         if self._resumes and state["sampler"] is not None:
             self._sampler.load_state_dict(state["sampler"])

@@ -73,7 +73,7 @@ class PromptLoader:
         return self._sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where the state was saved. ValueError if the data set changed."""
+        """Continue from a saved state. Raises ValueError if the data set changed."""
         self._sampler.load_state_dict(state)
 
 

@@ -62,8 +62,8 @@ def insert_media(
 ) -> list[dict[str, Any]]:
     """Messages whose <image> and <video> tags became content parts ({"type": "image"}), as chat templates want them.
 
-    columns: {kind: column} of the kinds that have one; the tags of another kind are plain text. ValueError unless there
-    are as many tags as images and videos.
+    columns: {kind: column} of the kinds that have one; the tags of another kind are plain text. Raises ValueError
+    unless there are as many tags as images and videos.
     """
     tags = [f"<{kind}>" for kind in columns]
     split = [{**m, "content": _parts(m["content"], tags)} if _has_tag(m, tags) else m for m in messages]

@@ -102,7 +102,10 @@ class WeightedSampler(Sampler):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state. ValueError if the data set is another one; changed weights count from here."""
+        """Continue from a saved state.
+
+        Raises ValueError if the data set is another one; changed weights count from here.
+        """
         if "drawn" not in state:
             raise ValueError(
                 "the checkpoint was written without data.domain_weights, so the run cannot continue where it stopped; "

@@ -76,7 +76,7 @@ class Survey:
 
 
 def look(encoder: PromptEncoder, conversation: Conversation, *, own_tools: bool = True) -> Findings:
-    """Compare a prompt with its messages and tools. ValueError if the template refuses them."""
+    """Compare a prompt with its messages and tools. Raises ValueError if the template refuses them."""
     messages, tools = conversation
     errors = list(_wrong_messages(encoder, messages)) if encoder.has_template else []
     if errors:
@@ -161,14 +161,14 @@ def check_file(
 
 
 def _lost(encoder: PromptEncoder, conversation: Conversation, text: str) -> str:
-    """The characters of a prompt that do not come out of its tokens, in whatever case and form."""
+    """Collect the characters of a prompt that do not come out of its tokens, in whatever case and form."""
     decoded = encoder.tokenizer.decode(encoder.encode([conversation])[0], skip_special_tokens=False)
     said, shown = (set(unicodedata.normalize("NFKD", each).casefold()) for each in (text, decoded))
     return "".join(sorted(sign for sign in said - shown if sign.isprintable() and not sign.isspace()))
 
 
 def _wrong_messages(encoder: PromptEncoder, messages: Messages) -> Iterator[str]:
-    """Roles that neither the template nor anybody knows, and messages that say nothing."""
+    """Yield messages that say nothing, and roles that neither the template nor anybody knows."""
     source = str(encoder.template_kwargs.get("chat_template") or encoder.tokenizer.chat_template)
     known = [*_ROLES, *(role for names in _COMPARED.findall(source) for role in re.findall(r"\w+", names))]
     for number, message in enumerate(messages):
@@ -219,7 +219,7 @@ def _is_text(part: Any) -> bool:
 
 
 def _changed(conversation: Conversation, change: _Change) -> Conversation:
-    """The conversation with every text changed that its prompt must hold."""
+    """Copy the conversation with every text changed that its prompt must hold."""
     messages = list[dict[str, Any]]()
     for number, message in enumerate(conversation[0]):
         what = f"message {number} ({message['role']})"
@@ -241,7 +241,7 @@ def _changed(conversation: Conversation, change: _Change) -> Conversation:
 
 
 def _with_names(tool: dict[str, Any], what: str, change: _Change) -> dict[str, Any]:
-    """A tool's schema or a call of one, the names of tool and parameters changed."""
+    """Copy a tool's schema, or a call of one, with the names of tool and parameters changed."""
     if "function" in tool:
         return {**tool, "function": _with_names(tool["function"], what, change)}
     tool = {**tool, "name": change(what, str(tool.get("name")))}

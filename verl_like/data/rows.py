@@ -127,7 +127,9 @@ AnyRows = TableRows | RecordRows
 
 
 def read_rows(path: Path, wanted: Collection[str] | None = None) -> AnyRows:
-    """All rows of a local file; the format follows from its name. ValueError says what is wrong with it, and where.
+    """All rows of a local file; the format follows from its name.
+
+    Raises ValueError, which says what is wrong with it, and where.
 
     wanted: columns that are needed; a table leaves out the others (images, say) where the format allows it.
     """

@@ -64,7 +64,7 @@ class Sampler(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state. ValueError if the data set is another one."""
+        """Continue from a saved state. Raises ValueError if the data set is another one."""
 
 
 class ResumableSampler(Sampler):
@@ -114,7 +114,7 @@ class ResumableSampler(Sampler):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state. ValueError if the data set is another one."""
+        """Continue from a saved state. Raises ValueError if the data set is another one."""
         check_identity(state["identity"], self._identity)
         if "position" not in state:
             raise ValueError(

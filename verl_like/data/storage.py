@@ -81,7 +81,7 @@ def _fetched(url: str, cache_dir: str, key: str) -> Path:
 
 
 def _look_up(url: str) -> RemoteFile:
-    """Size and version of a remote file. FileNotFoundError if there is none."""
+    """Size and version of a remote file. Raises FileNotFoundError if there is none."""
     if urlsplit(url).scheme in _ARROW_SCHEMES:
         return _look_up_arrow(url.replace("gcs://", "gs://", 1))
     system, path = fsspec.core.url_to_fs(url)
@@ -105,7 +105,7 @@ def _look_up_arrow(url: str) -> RemoteFile:
 
 
 def _write(source: IO[bytes], target: Path, size: int) -> None:
-    """Copy to `target`, which appears complete or not at all. OSError if the source ends early."""
+    """Copy to `target`, which appears complete or not at all. Raises OSError if the source ends early."""
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name)
     try:

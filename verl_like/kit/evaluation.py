@@ -71,7 +71,10 @@ class Evaluation:
 
 
 def evaluate(config: PPOConfig) -> Evaluation:
-    """Answer and grade data.val_files as a run's validation does. ConfigError for what is wrong with the inputs."""
+    """Answer and grade data.val_files as a run's validation does.
+
+    Raises ConfigError for what is wrong with the inputs.
+    """
     _check_alone(config)
     with ExitStack() as stack:
         with input_errors():

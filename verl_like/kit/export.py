@@ -263,7 +263,7 @@ def _require_all(own: dict[str, Any], names: CheckpointNames, kept: Sequence[str
 
 
 def _is_tied_copy(name: str, own: dict[str, Any], config: Any) -> bool:
-    """A head that is the embedding: it is stored once."""
+    """True for a head that is the embedding: it is stored once."""
     return bool(config.tie_word_embeddings) and name not in own and name.endswith("lm_head.weight")
 
 

@@ -76,7 +76,7 @@ def _stop(server: Any, thread: threading.Thread) -> None:
 
 
 class PrometheusTracker(Collector):
-    """A tracker like others. ValueError where the port cannot be had."""
+    """A tracker like others. Raises ValueError where the port cannot be had."""
 
     name = "prometheus"
 
@@ -94,7 +94,7 @@ class PrometheusTracker(Collector):
             self._newest |= {**metrics, "step": float(step)}
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Responses are nothing for Prometheus."""
+        """Ignore the responses: Prometheus has no place for them."""
 
     def collect(self) -> Iterator[Metric]:
         with self._lock:

@@ -109,10 +109,11 @@ def records(path: Path) -> list[dict[str, Any]]:
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
-    """The run whose folder (trainer.log_dir, by default trainer.default_local_dir) this is.
+    """Read the run whose folder (trainer.log_dir, by default trainer.default_local_dir) this is.
 
     Example: read_run("outputs/quickstart/checkpoints").metrics["critic/score/mean"].plot()
-    FileNotFoundError, naming what is there, for a folder without metrics.jsonl.
+
+    Raises FileNotFoundError, naming what is there, for a folder without metrics.jsonl.
     """
     folder = Path(path).expanduser()
     if not (folder / METRICS).is_file():

@@ -152,7 +152,7 @@ def row_of(rows: Rollouts | Experience, column_T: Tensor, i: int) -> Tensor:
 
 
 def rounded(values: Tensor) -> list[float | None]:
-    """Four decimals are enough to colour by, and a third of the bytes."""
+    """Round to four decimals: enough to colour by, and a third of the bytes."""
     return [round(value, 4) if math.isfinite(value) else None for value in values.tolist()]
 
 
@@ -274,7 +274,7 @@ def samples_text(title: str, samples: Sequence[Sample]) -> str:
 
 
 def short(value: Any, limit: int) -> str:
-    """Text on one line without control characters; a long one loses its middle."""
+    """Write text on one line without control characters; a long one loses its middle."""
     text = "".join(c if c.isprintable() else {"\n": "\\n", "\t": "\\t"}.get(c, "?") for c in str(value))
     return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-(limit // 2) :]}"
 

@@ -41,7 +41,10 @@ class StepClock:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Time the body as phase `name`. ValueError if that phase is already running (its time would count twice)."""
+        """Time the body as phase `name`.
+
+        Raises ValueError if that phase is already running (its time would count twice).
+        """
         if name in self._running:
             raise ValueError(f"phase {name!r} is already running inside {' > '.join(self._running)}")
         self._running.append(name)

@@ -95,8 +95,9 @@ def build_trackers(
 
 
 def check_trackers(trainer: TrainerConfig) -> list[str]:
-    """The names in trainer.logger, once each; ValueError for one that does not exist or whose package is missing, and
-    for a port that is taken.
+    """List the names in trainer.logger, once each.
+
+    Raises ValueError for one that does not exist or whose package is missing, and for a port that is taken.
 
     Keeps nothing, so that a run can ask before its processes start.
     """
@@ -142,7 +143,10 @@ class Trackers:
         return [tracker.name for tracker in self._trackers]
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Log one step. Values may be Python or numpy numbers or one-element tensors; TypeError names any other."""
+        """Log one step. Values may be Python or numpy numbers or one-element tensors.
+
+        Raises TypeError, which names any other.
+        """
         numbers = {whole(name): _number(name, value) for name, value in metrics.items()}
         self._warn_not_finite(step, numbers)
         for tracker in list(self._trackers):
@@ -188,12 +192,14 @@ class Trackers:
 
 
 class _Hangs(Exception):
-    """A call did not come back."""
+    """Error of a call that did not come back."""
 
 
 class _Caller:
-    """A thread of its own for all calls of one tracker: some packages are tied to one (sqlite3), and it can be left
-    behind where a call does not come back."""
+    """Thread for all calls of one tracker.
+
+    Some packages are tied to one thread (sqlite3), and it can be left behind where a call does not come back.
+    """
 
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
@@ -382,7 +388,7 @@ class OwnTracker:
 
     @staticmethod
     def load(reference: str, options: Mapping[str, Any]) -> type:
-        """The class. ValueError unless it can be built so and has a `log`."""
+        """The class. Raises ValueError unless it can be built so and has a `log`."""
         found = load(reference, "trainer.logger")
         if not isinstance(found, type) or not callable(getattr(found, "log", None)):
             raise ValueError(f"trainer.logger={reference} must be a class with log(step, metrics)")

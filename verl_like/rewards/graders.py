@@ -121,7 +121,9 @@ def choose(
     by_source: Mapping[str, str] | None = None,
     rule_kwargs: Mapping[str, Any] | None = None,
 ) -> GraderChoice:
-    """A GraderChoice from reward_model.{rule, rule_by_source, rule_kwargs}. ValueError that names the key to change.
+    """A GraderChoice from reward_model.{rule, rule_by_source, rule_kwargs}.
+
+    Raises ValueError, which names the key to change.
 
     rule_kwargs holds options of `rule`, and under a grader's name a dictionary with options of that grader.
     """
@@ -155,7 +157,7 @@ def is_grader(name: str) -> bool:
 
 @functools.cache
 def grader_by_name(name: str) -> Grader:
-    """The grader of that name or reference. ValueError naming the known ones if there is none."""
+    """The grader of that name or reference. Raises ValueError, naming the known ones, if there is none."""
     if is_reference(name):
         return load(name, "reward_model.rule")
     if name not in GRADERS:

@@ -185,7 +185,10 @@ def report(scores: Scores, graded: Sequence[Graded], *, step: int, failure_penal
 
 
 def tell_of_deaths(outcomes: Sequence[RewardOutcome], where: str) -> None:
-    """A function that swallows the death of a process which it has started gives every response the same."""
+    """Log an error where a process that the function started died in several calls, and all of these score the same.
+
+    The function may swallow such a death, and take it for a score.
+    """
     dead = [outcome for outcome in outcomes if outcome.child_died]
     if len(dead) > 1 and len({outcome.score for outcome in dead}) == 1:
         logger.error(
@@ -224,7 +227,10 @@ def to_scores(
 
 
 def _finite(outcome: RewardOutcome) -> RewardOutcome:
-    """A weighted sum may be too large for the tensor where its parts were not."""
+    """Make a failure of an outcome whose score is not finite.
+
+    A weighted sum may be too large for the tensor where its parts were not.
+    """
     if outcome.score is None or is_finite_reward(outcome.score):
         return outcome
     message = f"score is {outcome.score:g}: it must be finite, also as a 32-bit float"

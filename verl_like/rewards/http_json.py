@@ -32,7 +32,7 @@ class ServiceError(RuntimeError):
 
 
 class TransientError(Exception):
-    """Worth another try. `read` of `post` may raise it for a reply that is no result."""
+    """Error that is worth another try. `read` of `post` may raise it for a reply that is no result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +87,10 @@ class Service:
 
 
 def chat_service(endpoint: EndpointConfig, section: str) -> Service:
-    """The chat completions of an OpenAI-compatible endpoint. section: its keys. ValueError if the API key's environment
-    variable is named but not set."""
+    """The chat completions of an OpenAI-compatible endpoint. section: its keys.
+
+    Raises ValueError if the API key's environment variable is named but not set.
+    """
     headers: dict[str, str] = {}
     if endpoint.api_key_env is not None:
         key = os.environ.get(endpoint.api_key_env)
@@ -105,8 +107,10 @@ def chat_service(endpoint: EndpointConfig, section: str) -> Service:
 
 
 def answer_of(reply: Any) -> tuple[str, str, int | None]:
-    """Text and finish reason of a chat completion, and the tokens of prompt and answer. TransientError for any other
-    reply."""
+    """Text and finish reason of a chat completion, and the tokens of prompt and answer.
+
+    Raises TransientError for any other reply.
+    """
     try:
         choice = reply["choices"][0]
         text, reason = choice["message"]["content"], choice.get("finish_reason")

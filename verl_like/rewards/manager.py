@@ -136,8 +136,10 @@ class RewardManager:
             self._execution.require()
 
     def try_out(self, row: PromptRow, responses: Sequence[str]) -> None:
-        """Call the user's function with responses to a row, before training. RewardFunctionError if it gives no reward
-        for any of them (None, text, a dict without "score"); what it raises is logged.
+        """Call the user's function with responses to a row, before training.
+
+        Raises RewardFunctionError if it gives no reward for any of them (None, text, a dict without "score"); what it
+        raises is logged.
         """
         if not self.rule_grades:
             return
@@ -183,7 +185,7 @@ class RewardManager:
         return self._model is None and self._manager != "batch"
 
     def grade(self, answers: Sequence[Answer], known: Sequence[RewardOutcome | None] | None = None) -> list[Graded]:
-        """Start to grade these responses; from any thread. ValueError for a data source without a grader.
+        """Start to grade these responses; from any thread. Raises ValueError for a data source without a grader.
 
         known: outcomes of responses that need no grader (an environment has scored them, or nothing can). A batch
         manager and a reward model score all responses of a batch at once, in `gather` and its result.

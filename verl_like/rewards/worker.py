@@ -162,6 +162,6 @@ def watch_children() -> list[str]:
 
 
 def last_death() -> str:
-    """The last one, or "", also of a child that nobody has waited for yet."""
+    """Return the last death of a child, also of one that nobody has waited for yet; "" without any."""
     multiprocessing.active_children()  # looks at each
     return next(reversed(watch_children()), "")

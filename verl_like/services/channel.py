@@ -24,7 +24,7 @@ class BrokenChannelError(Exception):
 
 
 class Channel:
-    """One end. The worker's blocks (`send`, `receive`); the pool's does not (`post`, `flush`, `arrived`)."""
+    """End of a channel. The worker's blocks (`send`, `receive`); the pool's does not (`post`, `flush`, `arrived`)."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
@@ -60,7 +60,10 @@ class Channel:
         return bytes(data)
 
     def post(self, message: Any) -> None:
-        """Write what there is room for of a message; `flush` writes the rest. OSError if the other end is gone."""
+        """Write what there is room for of a message; `flush` writes the rest.
+
+        Raises OSError if the other end is gone.
+        """
         self._outgoing += _frame(message)
         self.flush()
 
@@ -70,7 +73,7 @@ class Channel:
         return bool(self._outgoing)
 
     def flush(self) -> None:
-        """Write what there is room for. OSError if the other end is gone."""
+        """Write what there is room for. Raises OSError if the other end is gone."""
         while self._outgoing:
             try:
                 sent = self._end.send(memoryview(self._outgoing)[:_PART_BYTES], socket.MSG_DONTWAIT)

@@ -23,7 +23,7 @@ _PATIENCE_S = 5.0
 
 
 class _EndError(Exception):
-    """The keeper was told to end, or its parent has ended."""
+    """Sign that the keeper was told to end, or that its parent has ended."""
 
 
 def keep(parent_pid: int, descriptor: int, temporary: str) -> None:

@@ -133,7 +133,7 @@ class WorkerPool(Generic[Payload, Answer]):
         """Queue calls; each future gets an outcome, also for a call that hangs or crashes.
 
         session: all calls with this key go to one worker, one after the other. When that is replaced, they fail with
-        kind "crash", and so do later ones until `end_session`. ValueError for a spec with `batch`.
+        kind "crash", and so do later ones until `end_session`. Raises ValueError for a spec with `batch`.
         """
         if session is not None and self._spec.batch:
             raise ValueError("calls of a session are answered one by one: a service with batch=True has no sessions")
@@ -370,7 +370,7 @@ class WorkerPool(Generic[Payload, Answer]):
                 self._replace(worker, f"gave {what}")
 
     def _lost(self, worker: _Worker) -> None:
-        """The worker's pipe closed: its process ended without being asked to."""
+        """Handle a worker whose pipe closed: its process ended without being asked to."""
         status = _describe_exit(worker)
         if not worker.ready:
             self._failed_starts += 1

@@ -47,7 +47,7 @@ class Server:
         self._temporary: TempFolder | None = None  # of the program
 
     def start(self) -> None:
-        """Begin; returns at once."""
+        """Start the program; returns at once."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self._temporary = TempFolder()
         arguments = [str(os.getpid()), self._temporary.path, json.dumps(sys.path), *self._command]
@@ -68,7 +68,7 @@ class Server:
         return self._process.pid
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Return when it serves. ServerError, with the end of its log, when it ended or takes longer."""
+        """Return when it serves. Raises ServerError, with the end of its log, when it ended or takes longer."""
         deadline = time.monotonic() + timeout_s
         while not answers(self._health, _LOOK_S * 10):
             if (ended := self.ended()) or time.monotonic() > deadline:
@@ -84,7 +84,7 @@ class Server:
         return "" if code is None else f"has ended (exit code {code})"
 
     def end(self) -> None:
-        """Kill it, and everything that it started. Safe to call twice."""
+        """Kill the program, and everything that it started. Safe to call twice."""
         if self._process is None or self._temporary is None:
             return
         if self._process.poll() is None:

@@ -209,7 +209,7 @@ def measure(
 async def play(
     work: Work, episodes: Sequence[int], runner: EpisodeRunner, encoder: PromptEncoder, client: RolloutClient, name: str
 ) -> None:
-    """Run these episodes at once. RuntimeError where one does not have the turns that it should have."""
+    """Run these episodes at once. Raises RuntimeError where one does not have the turns that it should have."""
     sampling = SamplingParams(max_tokens=work.max_length)
     how = Answering(runner=runner, sampling=sampling, n=1, seed=1, purpose=name)
     arrivals = Arrivals(asyncio.get_running_loop())

@@ -81,7 +81,7 @@ class Phases:
     peak_bytes: dict[str, int] = field(default_factory=dict)
 
     def run(self, name: str, work: Callable[[], T]) -> T:
-        """Do it, and note what it took. Peak: above what was held before."""
+        """Run the work, and note the seconds and the peak of memory above what was held before."""
         gc.collect()
         before = reset_peak(_CPU) or 0  # nothing is known where there is no Linux
         start = time.process_time()  # what others take of the machine is not the driver's
@@ -169,7 +169,7 @@ def config_of(estimator: str, arguments: argparse.Namespace) -> PPOConfig:
 
 
 class _Driver:
-    """The driver's work of one step, phase by phase."""
+    """Driver's work of one step, phase by phase."""
 
     def __init__(self, config: PPOConfig, arguments: argparse.Namespace, phases: Phases) -> None:
         self.config, self.arguments, self.phases = config, arguments, phases

@@ -65,7 +65,10 @@ class EngineProcess:
         self._pool = ProcessPoolExecutor(1, mp_context=context, initializer=_start, initargs=(settings,))
 
     def begin(self, function: Callable[..., Result], *arguments: Any) -> Callable[[], Result]:
-        """Call it there; what is returned waits for its result or error (BrokenProcessPool: the process has ended)."""
+        """Begin a call in the engine's process.
+
+        Returns a function that waits for the result or error (BrokenProcessPool: the process has ended).
+        """
         return self._pool.submit(_call, function, arguments).result
 
     def call(self, function: Callable[..., Result], *arguments: Any) -> Result:
@@ -80,7 +83,7 @@ class EngineProcess:
 
 
 def hosted(settings: EngineSettings, process: ProcessInfo) -> Hosted:
-    """Build the engine here."""
+    """Build the engine in this process."""
     rollout = start_engine(
         settings.rollout,
         settings.model,
@@ -134,7 +137,10 @@ def receive(engine: Hosted) -> Receipt:
 
 
 def sender_of(kind: str, *, run_id: str, **settings: Any) -> WiredSender:
-    """The sending end of a channel to one engine in another process. settings: see WiredSender."""
+    """Make the sending end of a channel to one engine in another process.
+
+    settings: see WiredSender.
+    """
     if kind == "ipc":
         return IpcSender("rollout rank 0", run_id=run_id, **settings)
     return BroadcastSender(LOOPBACK, ["rollout rank 0"], **settings)

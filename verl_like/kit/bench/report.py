@@ -116,7 +116,7 @@ def finish(report: Report, json_path: Path | None, compare: Path | None) -> Repo
 
 
 def check_comparable(bench: str, work: Mapping[str, Any], compare: Path | None) -> None:
-    """The refusal of `Report.require_comparable`, before any work is done."""
+    """Refuse, as `Report.require_comparable` does, before any work is done."""
     if compare is not None:
         Report(bench=bench, work=dict(work), rows=[]).require_comparable(Report.load(compare))
 
@@ -168,7 +168,7 @@ def _processor() -> str:
 
 
 def _identity(report: Report) -> dict[str, Any]:
-    """Flat, and as JSON gives it back."""
+    """Flatten, and convert as JSON gives it back."""
     flat = {"bench": report.bench} | {f"hardware.{key}": value for key, value in report.hardware.items()}
     flat |= {f"work.{key}": value for key, value in report.work.items()}
     return json.loads(json.dumps(flat))

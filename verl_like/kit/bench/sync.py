@@ -122,7 +122,7 @@ def measure(process: ProcessInfo, run_id: str, job: Job, kind: str, num_rounds: 
 
 
 class _Here:
-    """The hybrid engine's syncs."""
+    """Syncs of the hybrid engine."""
 
     def __init__(self, job: Job, process: ProcessInfo, run_id: str, actor: FSDPEngine) -> None:
         self._rollout = rollout_engine(job.spec, process, run_id)
@@ -132,16 +132,16 @@ class _Here:
         self._variants = {WITH: self._made(prove=True), WITHOUT: self._made(prove=False)}
 
     def prepare(self) -> None:
-        """Back to the trainer's phase."""
+        """Go back to the trainer's phase."""
         self._residency.enter(Phase.train)
 
     def sync(self, name: str, version: int, _: object) -> int:
-        """One sync; nothing is counted elsewhere."""
+        """Sync once; nothing is counted elsewhere."""
         _synced(self._variants[name], version, self._residency)
         return 0
 
     def by_stages(self, version: int) -> tuple[dict[str, float], SyncReport]:
-        """One more, with the proof: seconds of each stage."""
+        """Sync once more, with the proof, and measure the seconds of each stage."""
         clock = StageClock(torch.cuda.synchronize if self._device.type == "cuda" else lambda: None)
         self.prepare()
         with clock.stage("rest"):
@@ -182,7 +182,7 @@ class _Between:
         """Do nothing: there is no other engine to make room for."""
 
     def sync(self, name: str, version: int, function: Callable[[Hosted], tuple[Receipt, int]]) -> int:
-        """One sync; what `function` counted in the engine's process."""
+        """Sync once; return what `function` counted in the engine's process."""
         received = None if self._engine is None else self._engine.begin(function)
         sent = self._sources[name].send(version, self._wanted, self._channel)
         receipt, peak = (None, 0) if received is None else received()
@@ -190,7 +190,7 @@ class _Between:
         return peak
 
     def by_stages(self, version: int) -> tuple[dict[str, float], SyncReport]:
-        """One more with the proof, whose stages run beside each other: none is told apart."""
+        """Sync once more with the proof. Its stages overlap, so that none is timed alone."""
         self.sync(WITH, version, receive)
         return {}, self._report
 

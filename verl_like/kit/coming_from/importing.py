@@ -39,7 +39,10 @@ class Outcome(NamedTuple):
 
 @dataclass(slots=True)
 class Item:
-    """One setting of the other project. assumed: it was left out there, and its default is not ours."""
+    """Setting of the other project.
+
+    assumed: it was left out there, and its default is not ours.
+    """
 
     name: str
     value: Any
@@ -189,13 +192,13 @@ class Foreign:
 
 
 def _whole_name(row: ForeignRow, last: str) -> str:
-    """A name of the line that ends so; of alternatives in brackets the first."""
+    """Return the name of the line that ends with `last`; of alternatives in brackets the first."""
     name = next(name for name in row.names if last in name.replace("-", "_"))
     return re.sub(r"\(([^)]*)\)", lambda many: last if last in many[1].split("|") else many[1].split("|")[0], name)
 
 
 def carry(ours: list[str], value: Any) -> dict[str, Any]:
-    """The value under each key; KEY=value of the table stays that."""
+    """Put the value under each key; KEY=value of the table keeps its own."""
     pairs = (key.partition("=") for key in ours)
     return {key: value_of(fixed) if equals else value for key, equals, fixed in pairs}
 
@@ -308,7 +311,7 @@ def flat(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def write(done: Imported, path: Path, heading: list[str]) -> None:
-    """A shell script, or for .yaml and .yml a file of the configuration, with the heading as comments.
+    """Write a shell script, or for .yaml and .yml a file of the configuration, with the heading as comments.
 
     Raises ConfigError where the file cannot be written.
     """

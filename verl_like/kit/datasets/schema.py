@@ -59,7 +59,7 @@ def parser(
 
 
 def read_records(path: Path, required: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """All rows of a file in any format of `data.rows`. ValueError if it is empty or a row lacks a column."""
+    """All rows of a file in any format of `data.rows`. Raises ValueError if it is empty or a row lacks a column."""
     rows = read_rows(require_file(path))
     if not len(rows):
         raise ValueError(f"{path} is empty")
@@ -168,7 +168,7 @@ def write_rows(rows: list[dict[str, Any]], path: Path, *, show_sample: bool = Tr
 
 
 def _shortened(text: str, limit: int = 4000) -> str:
-    """Rows with megabytes of test cases do not fill the screen."""
+    """Shorten a row for the screen, which megabytes of test cases would fill."""
     return text if len(text) <= limit else f"{text[:limit]}\n... ({len(text):,} characters)"
 
 

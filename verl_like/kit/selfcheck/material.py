@@ -43,7 +43,7 @@ def short_lengths(count: int) -> list[tuple[int, int]]:
 
 
 def long_lengths(longest: int) -> list[tuple[int, int]]:
-    """A row of `longest` tokens, one of about half that which shares its prompt, and a short one."""
+    """Choose a row of `longest` tokens, one of about half that which shares its prompt, and a short one."""
     prompt = longest // 4
     return [(prompt, longest - prompt), (prompt, longest // 5 + 7), (9, 20)]
 

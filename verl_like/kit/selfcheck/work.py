@@ -183,7 +183,7 @@ Model = TypeVar("Model", bound=ModelConfig)
 
 
 def _without_dropout(model: Model) -> Model:
-    """Masks of dropout differ from cut to cut; every key of the model's config that sets a rate is set to 0."""
+    """Copy the model with every rate of dropout in its config set to 0, as masks differ from cut to cut."""
     rates = {
         key: 0.0
         for key, value in load_hf_config(model).to_dict().items()

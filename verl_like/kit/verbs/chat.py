@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Answer line by line. ConfigError, hence exit status 1, for a model that cannot be used."""
+    """Answer line by line. Raises ConfigError, hence exit status 1, for a model that cannot be used."""
     check_model(arguments.model)  # before torch is imported
     from verl_like.kit.serving import model_of
     from verl_like.rollout.rollout_engine import SamplingParams

@@ -90,7 +90,7 @@ def check(encoder: PromptEncoder, case: Case) -> Finding:
 
 
 def play(encoder: PromptEncoder, case: Case, *, follow_template: bool) -> Finding:
-    """One conversation. ValueError where the template refuses something."""
+    """One conversation. Raises ValueError where the template refuses something."""
     from verl_like.data.prompt_truth import look
     from verl_like.episodes.transcript import Transcript
     from verl_like.kit.verbs.template_cases import TOOLS, answer, as_written

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print a line a key. ConfigError for what is no run."""
+    """Print a line a key. Raises ConfigError for what is no run."""
     (file_a, first), (file_b, second) = map(read_configuration, (arguments.run_a, arguments.run_b))
     found = differences(first, second)
     named = [each for each in found if arguments.all or each.key not in _BY_NATURE]

@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def script() -> Path:
-    """The recipe's script. ConfigError where neither clone nor wheel brought it along."""
+    """The recipe's script. Raises ConfigError where neither clone nor wheel brought it along."""
     clone = Path(__file__).resolve().parents[3] / "recipes" / _SCRIPT
     if clone.is_file():
         return clone

@@ -99,8 +99,8 @@ def as_written(
 
     spaces: with the white space around the content that the message has, and the template may have trimmed.
 
-    By hand where the template refuses or leaves out tool calls: in the form that most models have in common. ValueError
-    for a template that refuses plain answers.
+    By hand where the template refuses or leaves out tool calls: in the form that most models have in common. Raises
+    ValueError for a template that refuses plain answers.
     """
     sent = encoder.render((messages, tools))
     closing = _closed(encoder, [*messages, answer("stand-in")], tools).rpartition("stand-in")[2]
@@ -139,7 +139,7 @@ def _by_hand(sent: str, message: Message) -> str:
 
 
 def _closed(encoder: PromptEncoder, messages: Messages, tools: Tools | None) -> str:
-    """The rendering without a generation prompt. ValueError if the template refuses the messages."""
+    """The rendering without a generation prompt. Raises ValueError if the template refuses the messages."""
     extra = {} if tools is None else {"tools": tools}
     try:
         return encoder.tokenizer.apply_chat_template(

@@ -72,8 +72,11 @@ class ExternalChat:
 
 
 def _fields(sampling: SamplingParams) -> dict[str, Any]:
-    """OpenAI's names; what is off is not sent, since top_k, min_p, repetition_penalty and min_tokens are vLLM's and
-    SGLang's alone."""
+    """Convert sampling parameters to OpenAI's names.
+
+    Those that are off are not sent, since top_k, min_p, repetition_penalty and min_tokens are vLLM's and SGLang's
+    alone.
+    """
     plain = SamplingParams(max_tokens=1)
     names = ["presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens"]
     names += [] if sampling.greedy else ["top_p", "top_k", "min_p"]

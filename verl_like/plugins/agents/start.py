@@ -23,8 +23,10 @@ from verl_like.user_code import resolve_path
 
 
 def open_toolbox(config: PPOConfig, stack: ExitStack) -> Toolbox | None:
-    """All tools and environments, until `stack` is closed; None where the run has none. ToolError, naming the key, for
-    bad ones."""
+    """All tools and environments, until `stack` is closed; None where the run has none.
+
+    Raises ToolError, naming the key, for bad ones.
+    """
     rollout, env = config.actor_rollout_ref.rollout, config.env
     turns = rollout.multi_turn
     if not turns.enable and not env.train.tags:
@@ -52,8 +54,10 @@ def tool_agent(
     toolbox: Toolbox,
     vision: VisionProcessor | None = None,
 ) -> ToolAgent:
-    """The conversations of rollout.multi_turn. ValueError for an unknown syntax of calls, and for a chat template that
-    has no place for what tools say."""
+    """The conversations of rollout.multi_turn.
+
+    Raises ValueError for an unknown syntax of calls, and for a chat template that has no place for what tools say.
+    """
     data, turns = config.data, config.actor_rollout_ref.rollout.multi_turn
     limits = [limit for limit in (turns.max_turns, turns.max_assistant_turns) if limit is not None]
     bounds = Bounds(

@@ -54,7 +54,7 @@ Suite = list[StdioTest] | list[CallTest] | AssertTests
 
 
 def parse(ground_truth: Any) -> Suite:
-    """The tests of a row. ValueError for a form that is not known, or no test at all."""
+    """The tests of a row. Raises ValueError for a form that is not known, or no test at all."""
     value = _unwrap(ground_truth)
     suite: Suite | None = None
     if isinstance(value, dict):

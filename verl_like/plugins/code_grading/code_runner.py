@@ -201,7 +201,7 @@ class LocalRunner:
             yield _failed(reply) or TestResult(False, "error", reply["stderr"].strip()[-_SHOWN_CHARS:])
 
     def _begin(self) -> None:
-        """A new response: perhaps a new jail."""
+        """Begin a new response, perhaps with a new jail."""
         self._served += 1
         if self._served > _RESPONSES_PER_JAIL:
             self.close()
@@ -219,7 +219,7 @@ class LocalRunner:
 
 
 def _compare_call(text: str, test: CallTest) -> TestResult:
-    """The program wrote `text` itself: it may be anything, and anything but a right value is a wrong one."""
+    """Compare the value in `text`, which the program wrote itself: anything but a right value is a wrong one."""
     try:
         value = wire.decode(json.loads(text))
         right = any(same_value(value, accepted) for accepted in test.accepted)

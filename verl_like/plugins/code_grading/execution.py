@@ -53,7 +53,7 @@ class ExecutionPlace:
         }
 
     def require(self) -> None:
-        """Find out, once, how well this machine locks programs up. ValueError if that is too little."""
+        """Find out, once, how well this machine locks programs up. Raises ValueError if that is too little."""
         if self._checked or self._remote is not None:
             return
         total = self._local["total_timeout"]

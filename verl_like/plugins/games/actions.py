@@ -41,7 +41,7 @@ def split_of(options: dict[str, Any] | None) -> str:
 
 
 def share(value: float, name: str) -> float:
-    """A probability or share. ValueError for anything else."""
+    """A probability or share. Raises ValueError for anything else."""
     if not 0 <= value < 1:
         raise ValueError(f"{name}={value}: must be at least 0 and below 1")
     return float(value)

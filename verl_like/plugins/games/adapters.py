@@ -13,7 +13,7 @@ from verl_like.plugins.games.openenv import OpenEnv
 
 
 def need(module: str, package: str) -> Any:
-    """The module. ValueError says what to install."""
+    """The module. Raises ValueError, which says what to install."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -145,7 +145,10 @@ def _said(value: Any) -> Step:
 
 
 def text_of(content: Any) -> str:
-    """The text of a message, which may be parts of text (and thoughts, which are left out). ValueError for others."""
+    """The text of a message, which may be parts of text (and thoughts, which are left out).
+
+    Raises ValueError for others.
+    """
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, Sequence) or not all(isinstance(part, Mapping) for part in content):

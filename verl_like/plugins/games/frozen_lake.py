@@ -55,7 +55,7 @@ class FrozenLake:
         self._steps = 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        """A map of this seed. ValueError where the settings leave no map."""
+        """A map of this seed. Raises ValueError where the settings leave no map."""
         self._rng, self._steps = random.Random(seed), 0
         for _ in range(_TRIES):
             self.tiles, self.place = self._level()

@@ -66,7 +66,7 @@ class OpenEnv:
     async def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
-        """A new session. OSError, RuntimeError where the server refuses it."""
+        """A new session. Raises OSError, RuntimeError where the server refuses it."""
         import aiohttp
 
         await self.end_episode()

@@ -69,7 +69,7 @@ class Sokoban:
         self._steps = 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        """A level of this seed. ValueError where the settings leave none."""
+        """A level of this seed. Raises ValueError where the settings leave none."""
         rng, self._steps = random.Random(seed), 0
         for _ in range(_TRIES):
             if self._levels is not None:

@@ -25,7 +25,10 @@ _POINTS = 4  # the first half has positive values only
 
 
 def evaluate(node: Node, point: dict[str, Fraction]) -> Any:
-    """Value of a tree: a Fraction where it is rational, otherwise an mpmath number. UnknownExpression if undefined."""
+    """Value of a tree: a Fraction where it is rational, otherwise an mpmath number.
+
+    Raises UnknownExpression if undefined.
+    """
     try:
         with _mpmath().workdps(_DIGITS):
             return _value(node, point)

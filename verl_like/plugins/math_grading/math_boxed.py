@@ -54,7 +54,7 @@ def matches(ground_truth: Any, answer: str) -> tuple[bool, str]:
 
 
 def references(ground_truth: Any) -> list[str]:
-    """The reference answers as text, out of their boxes. ValueError if there is none: the row is broken."""
+    """The reference answers as text, out of their boxes. Raises ValueError if there is none: the row is broken."""
     truths = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
     texts = [("" if truth is None else str(truth)).strip() for truth in truths]
     texts = [last_boxed(text) or text for text in texts]

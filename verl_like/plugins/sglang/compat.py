@@ -79,7 +79,7 @@ def installed() -> str | None:
 
 
 def require_installed(key: str = "rollout.name") -> str:
-    """SGLang's version; ValueError, naming `key`, with what to do where there is none."""
+    """SGLang's version; raises ValueError, naming `key`, with what to do where there is none."""
     version = installed()
     if version is None:
         raise ValueError(

@@ -32,7 +32,7 @@ USED = (  # as compat.py's: what is looked for at the start
 
 
 def prepare() -> None:
-    """Files of Qwen2-VL that transformers wrote do not have the name by which SGLang asks for the number of colors."""
+    """Set the number of colors under SGLang's name, which files of Qwen2-VL that transformers wrote do not have."""
     settings: Any = Qwen2VLVisionConfig
     settings.in_chans = 3
 

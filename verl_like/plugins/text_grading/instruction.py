@@ -107,7 +107,7 @@ def number_sentences(text: str, *, num_sentences: int, relation: str | None = No
 
 
 def number_paragraphs(text: str, *, num_paragraphs: int) -> bool:
-    """Paragraphs are parted by ***; empty ones are allowed at the ends only."""
+    """Check the number of paragraphs, parted by ***; empty ones are allowed at the ends only."""
     return _separated(text, r"\s?\*\*\*\s?", num_paragraphs)
 
 
@@ -118,7 +118,7 @@ def _separated(text: str, separator: str, number: int) -> bool:
 
 
 def nth_paragraph_first_word(text: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """Paragraphs are parted by an empty line."""
+    """Check the first word of a paragraph, and the number of paragraphs, parted by an empty line."""
     paragraphs = [part.strip() for part in re.split(r"\n\n", text) if part.strip()]
     if len(paragraphs) != num_paragraphs or not 1 <= nth_paragraph <= len(paragraphs):
         return False

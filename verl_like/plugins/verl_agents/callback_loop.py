@@ -27,7 +27,7 @@ _IMPLIED = "include_stop_str_in_output"  # tokens are never taken back here
 
 
 def load_callback(reference: str) -> Any:
-    """The class: package.module.Class, or file.py:Class. UserCodeError says what is wrong with it."""
+    """The class: package.module.Class, or file.py:Class. Raises UserCodeError, which says what is wrong with it."""
     return load_dotted(reference, KEY)
 
 
@@ -58,7 +58,7 @@ class ChatScheduler:
     def submit_chat_completions(
         self, *, messages: list[dict[str, Any]], request_id: str | None = None, info: dict[str, Any] | None = None
     ) -> None:
-        """The policy shall answer these messages; then the callback is called again."""
+        """Ask the policy to answer these messages; then the callback is called again."""
         self.submitted.append(messages)
 
 

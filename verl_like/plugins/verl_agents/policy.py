@@ -57,7 +57,10 @@ class Policy:
     async def generate(
         self, request_id: Any = None, *, prompt_ids: Sequence[int], sampling_params: Mapping[str, Any], **others: Any
     ) -> TokenOutput:
-        """The policy's continuation. ValueError for what cannot be asked: images, unknown sampling parameters."""
+        """The policy's continuation.
+
+        Raises ValueError for what cannot be asked: images, unknown sampling parameters.
+        """
         for name in ("image_data", "video_data", "audio_data"):
             if others.get(name):
                 raise ValueError(f"generate({name}=...): agent loops are text only here")
@@ -86,7 +89,10 @@ class Policy:
 
 
 def sampling_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Sampling parameters of a loop by the names of SamplingParams. ValueError names what there is none for."""
+    """Sampling parameters of a loop by the names of SamplingParams.
+
+    Raises ValueError, which names what there is none for.
+    """
     fields: dict[str, Any] = {}
     for name, value in given.items():
         name = _OTHER_NAMES.get(name, name)

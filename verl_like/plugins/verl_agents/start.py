@@ -25,7 +25,10 @@ BUILT_IN = (SINGLE_TURN, TOOL_AGENT)
 
 
 def loop_names(rollout: RolloutConfig) -> list[str]:
-    """The loops that the run's file lists; none without one. ValueError for a bad file, and an unknown default."""
+    """The loops that the run's file lists; none without one.
+
+    Raises ValueError for a bad file, and an unknown default.
+    """
     default = rollout.agent.default_agent_loop
     names = list(all_loops(rollout.agent.agent_loop_config_path, rollout.multi_turn.completion_callback))
     _require_known([default], names, "actor_rollout_ref.rollout.agent.default_agent_loop")
@@ -59,7 +62,7 @@ def _require_known(used: Iterable[str], names: Collection[str], what: str) -> No
 
 
 def open_gateway(config: PPOConfig, encoder: PromptEncoder, eos_ids: Sequence[int], stack: ExitStack) -> EpisodeRunner:
-    """The programs of rollout.gateway, until `stack` is closed. ProgramError for those that cannot be loaded."""
+    """The programs of rollout.gateway, until `stack` is closed. Raises ProgramError for those that cannot be loaded."""
     from verl_like.plugins.agents.gateway.program import ProgramSpec
     from verl_like.plugins.agents.gateway.runner import Gateway  # an HTTP server, which few runs need
     from verl_like.plugins.agents.gateway.session import Rules

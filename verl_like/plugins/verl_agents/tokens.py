@@ -43,7 +43,10 @@ class ContinuousTokens:
         tools: list[dict[str, Any]] | None,
     ) -> list[int]:
         """The tokens of the messages that `after` has beyond `before`, which ends with the assistant's answer: the last
-        of `token_ids`, where the mask is 1. ValueError where the chat template has no place for them."""
+        of `token_ids`, where the mask is 1.
+
+        Raises ValueError where the chat template has no place for them.
+        """
         split = max((place + 1 for place, bit in enumerate(mask) if not bit), default=0) + len(token_ids) - len(mask)
         *history, answer = before
         transcript = Transcript(self._encoder, token_ids[:split], history, tools or None, follow_template=False)

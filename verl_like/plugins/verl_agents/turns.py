@@ -103,8 +103,10 @@ def _turns_of_row(row: LoopRow, record: Record, room: int, counts: Counter[str])
 
 
 def _rewarded(numbered: Sequence[tuple[int, Turn]], scores: Any, *, is_cut: bool) -> list[Turn]:
-    """The scores are those of the row's completions, in order; each stands on the last turn of its completion. is_cut:
-    there may be scores of completions that are no longer in the row."""
+    """Give the row's turns the scores of its completions, in order; each stands on the last turn of its completion.
+
+    is_cut: there may be scores of completions that are no longer in the row.
+    """
     completions = list(dict.fromkeys(number for number, _ in numbered))
     if not isinstance(scores, list) or (len(scores) > len(completions) and not is_cut):
         what = f"extra_fields['turn_scores']={scores!r:.200}"
@@ -120,7 +122,7 @@ def _rewarded(numbered: Sequence[tuple[int, Turn]], scores: Any, *, is_cut: bool
 
 
 def _common(ids_T: np.ndarray, sampled_T: np.ndarray) -> int:
-    """Tokens with which both begin."""
+    """Count the tokens with which both begin."""
     length = min(len(ids_T), len(sampled_T))
     different = np.flatnonzero(ids_T[:length] != sampled_T[:length])
     return int(different[0]) if len(different) else length

@@ -190,7 +190,7 @@ class ProgramService:
 
 
 def _program(command: str) -> list[str]:
-    """The words of a command line. ProgramError where its first is no program here."""
+    """The words of a command line. Raises ProgramError where its first is no program here."""
     try:
         words = shlex.split(command)
     except ValueError as error:
@@ -227,7 +227,7 @@ async def _in_thread(run: Callable[..., Any], given: dict[str, Any]) -> Any:
 
 
 def _result(value: Any) -> tuple[float | None, dict[str, Any]]:
-    """The reward, and the rest of a dictionary. TypeError for anything else."""
+    """The reward, and the rest of a dictionary. Raises TypeError for anything else."""
     if isinstance(value, Mapping):
         info = {str(name): item for name, item in value.items() if name != "reward"}
         return to_reward(value.get("reward")), json.loads(json.dumps(info, default=str))

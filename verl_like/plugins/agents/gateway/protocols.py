@@ -102,7 +102,7 @@ def _role(message: Mapping[str, Any], where: str) -> str:
 
 
 def _function(tool: tuple[str, Mapping[str, Any] | None], where: str) -> dict[str, Any]:
-    """A tool as the chat template is shown it. Refused for what is no function with a name."""
+    """A tool as the chat template is shown it. Raises Refused for what is no function with a name."""
     kind, function = tool
     if kind != "function":
         what = f"{where}.type: a tool of type {kind!r:.60} is not available: functions alone"

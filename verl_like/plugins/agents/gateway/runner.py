@@ -20,7 +20,10 @@ _START_S = 600.0  # a worker imports what the user's file imports
 
 class Gateway:
     """Runs every row as a program of the user's. timeout: seconds that it may take between two requests; waiting for
-    the policy is not counted. ProgramError where it cannot be loaded."""
+    the policy is not counted.
+
+    Raises ProgramError where it cannot be loaded.
+    """
 
     def __init__(
         self, spec: ProgramSpec, rules: Rules, *, num_workers: int, host: str, port: int, timeout: float

@@ -70,7 +70,7 @@ RESPONSES: dict[str, Any] = _COMMON | {
 
 
 def read(data: bytearray, schema: dict[str, Any]) -> dict[str, Any]:
-    """The object that these bytes are. Refused names the field of another type."""
+    """The object that these bytes are. Raises Refused, which names the field of another type."""
     _require_bounded(data, "the body")
     try:
         value = json.loads(

@@ -126,7 +126,7 @@ class GatewayServer:
         self._loop = asyncio.SelectorEventLoop()  # whatever loop others have set as the usual one
 
     async def start(self) -> None:
-        """Listen. Nothing, where it does already."""
+        """Start to listen, unless the server does already."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop.run_forever, name="gateway", daemon=True)
             self._thread.start()
@@ -139,13 +139,13 @@ class GatewayServer:
         await web.SockSite(self._runner, self._socket).start()
 
     def open(self, session: Session) -> str:
-        """Let it in; the key to it."""
+        """Let a session in, and return its key."""
         key = f"sk-{secrets.token_urlsafe(24)}"
         self._sessions[key] = session
         return key
 
     def end(self, key: str) -> None:
-        """The key opens nothing any more."""
+        """Refuse the key from now on."""
         session = self._sessions.pop(key)
         session.close()
         for name, (owner, _) in list(self._said.items()):
@@ -219,7 +219,7 @@ class GatewayServer:
         return web.json_response(written)
 
     async def _read(self, request: web.BaseRequest, session: Session, form: Form) -> tuple[dict[str, Any], Asked]:
-        """The body, and what it asks for. Large ones of a session wait for each other."""
+        """Read the body and what it asks for. Large bodies of a session wait for each other."""
         if request.headers.get("Content-Encoding", "identity").lower() != "identity":
             raise Refused("Unsupported Media Type: a compressed body; send it as it is", status=415)
         most, length = 2 * session.rules.most_chars, request.content_length
@@ -287,7 +287,10 @@ class GatewayServer:
 
 
 async def _in_time(request: web.BaseRequest, response: web.StreamResponse, part: str | None = None) -> None:
-    """Write a part of a stream, or what is left of a response. ConnectionError for a client that does not read."""
+    """Write a part of a stream, or what is left of a response.
+
+    Raises ConnectionError for a client that does not read.
+    """
     try:
         async with asyncio.timeout(_BODY_S):
             await response.prepare(request)

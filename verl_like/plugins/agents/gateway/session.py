@@ -159,7 +159,10 @@ class Session:
 
     async def answer(self, asked: Asked) -> Reply:
         """The policy's answer. A retry, and a request that comes again after its connection broke, joins the first
-        one's. Refused says what cannot be asked."""
+        one's.
+
+        Raises Refused, which says what cannot be asked.
+        """
         size = asked.num_chars
         if size > self.rules.most_chars:
             what = f"the messages have {size} characters, far more than the maximum context length"
@@ -219,7 +222,7 @@ class Session:
         return [_turn(reply, place, number) for number, row in enumerate(rows) for place, reply in enumerate(row)]
 
     def _forget(self, key: str, done: asyncio.Task[Reply]) -> None:
-        """An error, which may have no listener left, and keeps the whole request in memory."""
+        """Forget a failed answer: its error may have no listener left, and keeps the whole request in memory."""
         if not done.cancelled() and done.exception() is not None and self._open.get(key, (None,))[0] is done:
             del self._open[key]
 
@@ -258,8 +261,10 @@ class Session:
     async def _until_called(
         self, asked: Asked, context_ids: list[int], completion: Completion, sampling: SamplingParams, most: int
     ) -> Completion:
-        """The first completion of some that calls what the request demands; what else was sampled is dropped. The
-        policy is not constrained: tokens under a mask would have other log-probs than the trainer's."""
+        """Sample until a completion calls what the request demands; all others are dropped.
+
+        The policy is not constrained: tokens under a mask would have other log-probs than the trainer's.
+        """
         for number in range(_FORCED_TRIES):
             ids = completion.sampled.token_ids.tolist()
             if any(call.name in (asked.forced or ()) for call in self._parsed(asked, context_ids, ids)[0].calls):
@@ -311,7 +316,7 @@ class Session:
             raise Refused(str(error)) from error
 
     def _require_room(self, asked: Asked) -> None:
-        """Refused for far too long a text, before the tokens of all of it are in memory."""
+        """Raise Refused for a text far too long, before the tokens of all of it are in memory."""
         total, count = self.rules.total, 0
         text = self.rules.encoder.render((asked.messages, asked.tools))
         for start in range(0, len(text), _PIECE_CHARS):
@@ -342,7 +347,7 @@ class Session:
         return reply
 
     def _parsed(self, asked: Asked, context_ids: Sequence[int], ids: list[int]) -> tuple[Parsed, str | None]:
-        """The answer as its client is shown it, and the text of the request's that stopped it."""
+        """Return the answer as its client is shown it, and the text of the request's that stopped it."""
         tokenizer = self.rules.encoder.tokenizer
         text = tokenizer.decode(without_end(ids, self.rules.end_ids), skip_special_tokens=False)
         stops = [(text.find(stop), stop) for stop in asked.stop if stop in text]

@@ -23,7 +23,7 @@ _SPACE = re.compile(r"\s*+")
 
 
 def past_space(text: str, place: int) -> int:
-    """The first place from here on that holds no white space."""
+    """Return the first position from `place` on that holds no white space."""
     match = _SPACE.match(text, place)
     assert match is not None
     return match.end()
@@ -95,7 +95,7 @@ def call_of(value: Any, keys: tuple[str, ...] = ("arguments",)) -> ToolCall:
 
 
 def arguments_of(value: Any) -> dict[str, Any]:
-    """Arguments are an object, or a string that holds one as JSON (encoded twice). Raises Malformed."""
+    """Read a call's arguments: an object, or a string that holds one as JSON (encoded twice). Raises Malformed."""
     if isinstance(value, str) and value.strip().startswith("{"):
         text = value.strip()
         if json_end(text, 0) != len(text):
@@ -107,7 +107,7 @@ def arguments_of(value: Any) -> dict[str, Any]:
 
 
 def finite(digits: str) -> float:
-    """A number with a fraction or an exponent. Raises Malformed."""
+    """Read a number with a fraction or an exponent. Raises Malformed for one too large for a float."""
     number = float(digits)
     if not math.isfinite(number):
         raise Malformed("a number too large for a float")

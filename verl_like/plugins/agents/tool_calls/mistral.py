@@ -40,7 +40,7 @@ def _read_calls(text: str, place: int, reading: Reading) -> int:
 
 
 def _read_list(text: str, place: int, reading: Reading) -> int:
-    """One call after the other, so that the good ones count."""
+    """Read one call after the other, so that the good ones count."""
     separator = "["
     while separator != "]":
         start = past_space(text, place + 1)

@@ -69,7 +69,7 @@ _RUNS_PER_JAIL = 200
 
 
 def _require_memory(settings: SandboxSettings) -> None:
-    """A program cannot have more memory than the worker that starts it."""
+    """Raise ValueError where a program may have more memory than the worker that starts it."""
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     if most != resource.RLIM_INFINITY and settings.memory_limit_mb * 1024**2 > most:
         raise ValueError(

@@ -99,7 +99,7 @@ class EnvironmentWorker:
         return await begin(playing.game, row, playing.settings.seed, playing.settings.split)
 
     async def move(self, playing: Playing, message: Message) -> Step:
-        """The model has said this."""
+        """Play the model's message."""
         return await act(playing.game, message)
 
     async def begin(self, session: str, row: Mapping[str, Any]) -> ToolOutcome:
@@ -188,7 +188,7 @@ def _prompt(playing: Playing) -> list[Message]:
 
 
 def _filled(playing: Playing) -> str:
-    """The template, with ROLL's names. ValueError for a name that it does not have."""
+    """The template, with ROLL's names. Raises ValueError for a name that it does not have."""
     settings, count = playing.settings, playing.num_steps
     shown = playing.history[-settings.history_length :] if settings.history_length else []
     first = count - len(shown) + 1
@@ -211,7 +211,7 @@ def _filled(playing: Playing) -> str:
 
 
 def _save(playing: Playing, label: str) -> None:
-    """The GIF; a full disk must not cost an episode."""
+    """Write the GIF; a full disk must not cost an episode."""
     from verl_like.plugins.games.drawing import gif
 
     path = Path(f"{playing.settings.render}/{label}_{playing.settings.tag}_{playing.score:.1f}.gif")

@@ -23,7 +23,7 @@ _METHODS = ("start_interaction", "generate_response", "finalize_interaction")
 
 
 def load_interactions(path: str, key: str) -> dict[str, Any]:
-    """The objects of a file by name. ValueError names key, file and entry."""
+    """The objects of a file by name. Raises ValueError, which names key, file and entry."""
     content = load_yaml(path, key)
     entries = content.get("interaction") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not entries:
@@ -96,7 +96,7 @@ def interaction_kwargs(extra_info: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def chosen(settings: Mapping[str, Any], names: Sequence[str]) -> str:
-    """The interaction of a row's interaction_kwargs. ValueError for an unknown one, and for none of several."""
+    """The interaction of a row's interaction_kwargs. Raises ValueError for an unknown one, and for none of several."""
     name = settings.get("name") or (names[0] if len(names) == 1 else None)
     if name is None or name not in names:
         raise ValueError(f"extra_info.interaction_kwargs.name={name!r}: there are {', '.join(names)}")

@@ -214,7 +214,7 @@ def media_of(value: Any) -> list[tuple[str, Any]]:
     An image is one of PIL's, an array, a file's bytes, a path or URL (which every worker must be able to read), or a
     dictionary with one of these under "bytes", "path", "image", "url" or "image_url". A video is a file in one of these
     forms, its frames (a list of images, an array of all), or a dictionary with one of these under "video" or an image's
-    names, and a row's options beside it (models/videos.py). ValueError for anything else.
+    names, and a row's options beside it (models/videos.py). Raises ValueError for anything else.
     """
     if not hasattr(value, "text"):
         return []

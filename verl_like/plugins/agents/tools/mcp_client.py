@@ -84,7 +84,7 @@ class McpServer:
         self._num_starts = 0
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
-        """The SDK's CallToolResult. MCPError for what the server refuses, ToolUnavailable where it is lost."""
+        """The SDK's CallToolResult. Raises MCPError for what the server refuses, ToolUnavailable where it is lost."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._call(name, arguments), self._loop))
 
     # Everything below runs in the server's loop.

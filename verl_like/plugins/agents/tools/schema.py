@@ -46,7 +46,10 @@ def texts_schema(name: str, description: str, **arguments: str) -> dict[str, Any
 
 
 def settings_of(kind: type[Settings], config: Mapping[str, Any], tool: str) -> Settings:
-    """The dataclass of a tool's config, without the config's `type`. ValueError for keys that it does not have."""
+    """The dataclass of a tool's config, without the config's `type`.
+
+    Raises ValueError for keys that it does not have.
+    """
     try:
         return kind(**{key: value for key, value in config.items() if key != "type"})
     except TypeError as error:
@@ -55,7 +58,7 @@ def settings_of(kind: type[Settings], config: Mapping[str, Any], tool: str) -> S
 
 
 def schema_of(function: Callable[..., Any], name: str) -> dict[str, Any]:
-    """The schema of a function or a bound method. ValueError says what its definition lacks."""
+    """The schema of a function or a bound method. Raises ValueError, which says what its definition lacks."""
     doc = inspect.getdoc(function) or ""
     summary, described = _read_docstring(doc)
     if not summary:

@@ -57,7 +57,7 @@ def plain_text(text: str, length: int | None, side: str) -> str:
 
 
 def to_reward(value: Any) -> float | None:
-    """A reward as a number, None where there is none. ValueError for what is no finite number."""
+    """A reward as a number, None where there is none. Raises ValueError for what is no finite number."""
     if value is None:
         return None
     try:

@@ -31,7 +31,7 @@ _SHOWN_CHARS = 200
 
 
 class Toolbox:
-    """All tools of a run, in `num_workers` processes. ToolError if they cannot be used.
+    """All tools of a run, in `num_workers` processes. Raises ToolError if they cannot be used.
 
     A session is an episode: its calls go to one worker, one after the other, because its state is there. When that
     worker is replaced, the session is lost: its calls fail with kind "crash", until `end`. Functions have no state:

@@ -55,7 +55,7 @@ def function_tool(name: Any = None, *, schema: OpenAIFunctionToolSchema | dict[s
 
 
 def get_function_tool(name: str) -> FunctionTool:
-    """A registered function; KeyError if there is none of that name."""
+    """A registered function; raises KeyError if there is none of that name."""
     return FUNCTION_TOOL_REGISTRY[name]
 
 
