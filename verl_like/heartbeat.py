@@ -40,7 +40,8 @@ _LOOK_S = 2.0  # how often a thread writes down what was too quick, and the last
 class Span:
     """Current work of a thread.
 
-    kind: name of the work behind that of the work around it, which expected times are kept for.
+    kind: the work with the work around it ("update/micro-batch"); time limits follow the speed of earlier work of its
+        kind.
     since: monotonic time of the last progress.
     """
 

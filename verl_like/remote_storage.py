@@ -168,7 +168,7 @@ class RemoteFolder:
         self.rest()
 
     def rest(self) -> None:
-        """Stop the clock of `overdue_s` while no transfer is under way: the next one has its full time."""
+        """Stop the clock of `overdue_s` while no transfer is in flight: the next one has its full time."""
         self._due, self._moves = math.inf, True
 
     def _expect(self, size: int) -> None:

@@ -102,12 +102,13 @@ def recover(root: str | Path) -> None:
 
 
 def find_latest(root: str | Path, find_faults: FindFaults = lambda path: []) -> Path | None:
-    """The newest whole checkpoint of a run, or None when it has none.
+    """Find the newest whole checkpoint of a run; None when the run has none.
 
     That is the one which the marker file names, also by hand. Where there is no such file, where it cannot be read, or
     where its checkpoint is faulty, the newest whole one counts (first of those before it), and a warning says so.
-    Raises ValueError when there are checkpoints, but none is whole. find_faults: what is wrong with a complete
-    checkpoint's files.
+    Raises ValueError when there are checkpoints, but none is whole.
+
+    find_faults: function that lists the faults of a complete checkpoint's files.
     """
     root, marker = Path(root), Path(root) / LATEST_FILE
     if not root.is_dir():

@@ -72,9 +72,11 @@ class ShardedFolder:
 
 
 class VerlFiles:
-    """One file per rank as verl writes them (FSDP1 or FSDP2): plain tensors, or DTensors cut along one dimension.
+    """Files of a checkpoint of verl's, one per rank (FSDP1, FSDP2): plain tensors, or DTensors cut along one dimension.
 
-    Files are mapped into memory, not read as a whole. trust: also unpickle what is not known to be harmless.
+    Files are mapped into memory, not read as a whole.
+
+    trust: also unpickle what is not known to be harmless.
     """
 
     def __init__(self, folder: Path, *, trust: bool = False) -> None:

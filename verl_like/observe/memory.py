@@ -24,7 +24,10 @@ class PhaseMemory:
 
     @contextmanager
     def phase(self, name: str, without: int = 0) -> Iterator[None]:
-        """The most that is allocated at once inside is this phase's. without: bytes that do not count."""
+        """Record the most memory that is allocated at once in the block as this phase's.
+
+        without: bytes that do not count.
+        """
         reset_peak(self._device)
         yield
         peak = peak_bytes(self._device)

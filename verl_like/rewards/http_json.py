@@ -24,7 +24,10 @@ Result = TypeVar("Result")
 
 
 class ServiceError(RuntimeError):
-    """A service did not do what it was asked for, also after trying again. status: HTTP's, of a refusal."""
+    """Error of a service that did not do what it was asked for, also after trying again.
+
+    status: HTTP's, of a refusal.
+    """
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)

@@ -93,8 +93,10 @@ class Judge:
         self._threads = ThreadPoolExecutor(max_workers=config.max_concurrent, thread_name_prefix="judge")
 
     def use_servers(self, addresses: Sequence[str], model: str, end_ids: Sequence[int] = ()) -> None:
-        """Ask these servers (host:port) of the run in turn, under that model's name. end_ids: what ends its answers, of
-        which a server of its own accord may know but a part."""
+        """Ask these servers (host:port) of the run in turn, under that model's name.
+
+        end_ids: tokens that end its answers; of its own accord a server may know a part of them only.
+        """
         self._ends = {"stop_token_ids": list(end_ids)} if end_ids else {}
         endpoints = [dataclasses.replace(self._config, url=f"http://{address}/v1") for address in addresses]
         self._config = dataclasses.replace(self._config, model=model)

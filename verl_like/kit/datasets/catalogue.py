@@ -61,9 +61,11 @@ RECIPES = (
 
 
 def prepare(recipe: Recipe, out: Path, source: Path | None, options: Sequence[str] = ()) -> list[Path]:
-    """Write the parquet files of a data set below `out`; which they are. source: its raw files, None: download them.
+    """Write the parquet files of a data set below `out`, and return which they are.
 
-    ValueError for files that do not fit and for a hub that cannot be reached; SystemExit for unknown options.
+    Raises ValueError for files that do not fit and for a hub that cannot be reached, SystemExit for unknown options.
+
+    source: the data set's raw files; None: download them.
     """
     if source is None and recipe.needs:
         raise ValueError(f"{recipe.name} needs its raw files: give --source, {recipe.needs}")

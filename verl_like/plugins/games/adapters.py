@@ -129,8 +129,10 @@ class SkyrlText:
 
 
 class ReasoningGym:
-    """One question of a data set of reasoning-gym (`reasoning_gym:NAME`), scored by it. success_above: scores above it
-    count as right. Other arguments are the data set's."""
+    """One question of a data set of reasoning-gym (`reasoning_gym:NAME`), scored by it.
+
+    success_above: scores above it count as right. Other arguments are the data set's.
+    """
 
     instruction = ""
 

@@ -289,7 +289,10 @@ def add(scheduler: Any, request: Any) -> None:
 
 
 def step(scheduler: Any, beginning: Callable[[Any], None]) -> list[Any]:
-    """One forward pass; the requests that were in it. beginning: is told the batch before."""
+    """Run one forward pass; return the requests that were in it.
+
+    beginning: is given the batch before the pass.
+    """
     plan = scheduler.get_next_batch_to_run(running_batch=scheduler.running_batch, last_batch=scheduler.last_batch)
     scheduler.running_batch, batch = plan.running_batch, plan.batch_to_run
     reqs: list[Any] = []
@@ -309,7 +312,7 @@ def abort(scheduler: Any, names: Sequence[str]) -> None:
 
 @contextmanager
 def alone(scheduler: Any) -> Iterator[None]:
-    """The engine without any request: those under way lose their cache, and are computed again afterwards."""
+    """Hold the engine without any request: those in flight lose their cache, and are computed again afterwards."""
     scheduler.pause_generation(_of(_IO, "PauseGenerationReqInput")(mode="retract"))
     others, scheduler.waiting_queue = scheduler.waiting_queue, []
     try:

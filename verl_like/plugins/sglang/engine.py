@@ -180,7 +180,7 @@ class SGLangRolloutEngine(SteppedRolloutEngine):
         return int(request.cached_tokens)
 
     def _run(self, requests: Sequence[Any]) -> None:
-        """Compute these requests to their ends, before those that are under way."""
+        """Compute these requests to their ends, before those already in flight."""
         with compat.alone(self._scheduler):
             for request in requests:
                 compat.add(self._scheduler, request)

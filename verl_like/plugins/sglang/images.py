@@ -38,8 +38,11 @@ def prepare() -> None:
 
 
 def show(request: Any, images: Sequence[PlacedImage], positions: Tensor) -> None:
-    """Give a request of SGLang's these images, before it is added. positions: int64 [3, tokens + 1], see
-    VisionProcessor.positions: with one more SGLang knows where a response begins, whatever ends the prompt."""
+    """Give these images to a request of SGLang's, before it is added.
+
+    positions: int64 [3, tokens + 1], see VisionProcessor.positions: with one more than tokens SGLang knows where a
+        response begins, whatever ends the prompt.
+    """
     batch = importlib.import_module(_BATCH)
     modality = importlib.import_module("sglang.srt.multimodal.modality").Modality.IMAGE
     items = []

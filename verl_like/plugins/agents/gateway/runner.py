@@ -19,10 +19,11 @@ _START_S = 600.0  # a worker imports what the user's file imports
 
 
 class Gateway:
-    """Runs every row as a program of the user's. timeout: seconds that it may take between two requests; waiting for
-    the policy is not counted.
+    """Runner of episodes that runs every row as a program of the user's.
 
-    Raises ProgramError where it cannot be loaded.
+    Raises ProgramError where the program cannot be loaded.
+
+    timeout: seconds that it may take between two requests; waiting for the policy is not counted.
     """
 
     def __init__(

@@ -112,8 +112,10 @@ class _Front(web.Server):
 
 
 class GatewayServer:
-    """Serves the sessions that are open. host: of the listening socket; anything but the loopback address lets other
-    machines in, who need a session's key."""
+    """HTTP server of the open sessions.
+
+    host: address to listen on; any but the loopback address lets other machines in, who need a session's key.
+    """
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
         self._socket = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)

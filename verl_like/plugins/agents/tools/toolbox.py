@@ -80,9 +80,11 @@ class Toolbox:
         return self._usage.take()
 
     def call(self, session: str, name: str, arguments: dict[str, Any] | str) -> Future[ToolOutcome]:
-        """Call a tool. arguments: as the model wrote them, a JSON object or its text.
+        """Call a tool.
 
         What the model got wrong is answered at once: kind "unknown_tool" or "bad_arguments", with a text that tells it.
+
+        arguments: as the model wrote them, a JSON object or its text.
         """
         future = self._call(session, name, arguments)
         if name in self._schemas:
@@ -122,8 +124,10 @@ class Toolbox:
         return self._submit(ToolRequest(action="respond", session=session, messages=messages))
 
     def end(self, session: str, label: str = "") -> Future[ToolOutcome]:
-        """End an episode: its reward, then its state is released. Also for one that failed, or was given up. label: of
-        its picture."""
+        """End an episode: return its reward, then release its state. Also for one that failed, or was given up.
+
+        label: name of its picture.
+        """
         begun = self._allowed.pop(session, None) is not None
         if not begun or not self._stateful:
             return _answered(ToolOutcome())
