@@ -102,9 +102,9 @@ class WeightedSampler(Sampler):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state.
+        """Continue from a saved state; changed weights count from here.
 
-        Raises ValueError if the data set is another one; changed weights count from here.
+        Raises ValueError if the data set is another one.
         """
         if "drawn" not in state:
             raise ValueError(

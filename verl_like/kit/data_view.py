@@ -53,9 +53,11 @@ class View:
 
 
 def view(config: PPOConfig, file: str, rows: Sequence[int], measure: int) -> View:
-    """Rows of a file under data.*, the tokenizer and the template of a configuration, nothing cut or dropped.
+    """Read rows of a file under data.*, the tokenizer and the template of a configuration, nothing cut or dropped.
 
-    measure: how many rows are tokenised for the lengths. Raises ConfigError for a file or rows that cannot be read.
+    Raises ConfigError for a file or rows that cannot be read.
+
+    measure: how many rows are tokenised for the lengths.
     """
     with input_errors():
         policy, limit = config.actor_rollout_ref.model, config.data.max_prompt_length

@@ -132,8 +132,10 @@ class WorkerPool(Generic[Payload, Answer]):
     def submit(self, calls: Sequence[Payload], *, session: Hashable | None = None) -> list[Future[Answer]]:
         """Queue calls; each future gets an outcome, also for a call that hangs or crashes.
 
+        Raises ValueError for a session of a spec with `batch`.
+
         session: all calls with this key go to one worker, one after the other. When that is replaced, they fail with
-        kind "crash", and so do later ones until `end_session`. Raises ValueError for a spec with `batch`.
+            kind "crash", and so do later ones until `end_session`.
         """
         if session is not None and self._spec.batch:
             raise ValueError("calls of a session are answered one by one: a service with batch=True has no sessions")
