@@ -34,12 +34,15 @@ _SIDES: dict[str, Side] = {_PROMPTS: "left", _RESPONSES: "right"}
 
 
 def tokens(length: str = _RESPONSES, fill: float = 0, **kwargs: Any) -> Any:
-    """A field that is a column [T], whose rows have the lengths of another field. fill: in its padded form."""
+    """Declare a field that is a column [T], whose rows have the lengths of another field.
+
+    fill: value in its padded form.
+    """
     return dataclasses.field(metadata={"length": length, "fill": fill}, **kwargs)
 
 
 def beside(**kwargs: Any) -> Any:
-    """A field that is no column: a dictionary."""
+    """Declare a field that is no column: a dictionary."""
     return dataclasses.field(metadata={"beside": True}, **kwargs)
 
 
@@ -91,7 +94,7 @@ class TensorStruct(metaclass=_Struct):
                 raise ValueError(f"{type(self).__name__}: {length} adds up to {total}, but there are {held} tokens")
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with some fields exchanged. ValueError for lengths without the tokens that they cut."""
+        """A copy with some fields exchanged. Raises ValueError for lengths without the tokens that they cut."""
         current = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
         changes = _flattened(type(self), changes, current)
         for name, field in _token_fields(type(self)).items():
@@ -236,7 +239,10 @@ def pad_rows(rows: Iterable[Sequence[float] | Tensor], *, side: Side, dtype: tor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaHandle:
-    """Where an image or video of a row lies (models/images.py and videos.py open it), and in a prompt's tokens."""
+    """Location of an image or video of a row: in its file, and among a prompt's tokens.
+
+    models/images.py and videos.py open the file.
+    """
 
     kind: str  # "image" or "video"
     path: str  # of the data file
@@ -254,13 +260,13 @@ class MediaHandle:
 
     @property
     def image(self) -> tuple[str, str, int, int, str]:
-        """Equal for the same image, wherever it stands."""
+        """Key that is equal for the same image, wherever it stands."""
         return self.path, self.column, self.row, self.number, str(self.source)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRow:
-    """What a dataset row says beyond its tokens. Fields are those of verl's parquet schema.
+    """Content of a dataset row beyond its tokens. Fields are those of verl's parquet schema.
 
     Example: PromptRow(index=7, data_source="openai/gsm8k", ability="math", ground_truth="72",
     messages=[{"role": "user", "content": "Natalia sold ..."}], extra_info={"split": "train", "index": 7})
@@ -332,7 +338,7 @@ class Rollouts(Sequences):
 
     @property
     def cut_off_B(self) -> Tensor:
-        """Whether a length ended the response: bool, by its finish reason, which alone knows it."""
+        """Mark the responses that a length ended: bool, by their finish reasons, which alone know it."""
         return torch.tensor([reason == "length" for reason in self.finish_reasons], dtype=torch.bool)
 
 
@@ -361,13 +367,13 @@ class Scores(TensorStruct):
 
 
 def usable_number(value: Any) -> float | None:
-    """`value` as a float if it is one number, finite also as the 32-bit float of training, or a boolean; else None."""
+    """Convert a boolean or one number, finite also as the 32-bit float of training, to a float; None for all else."""
     number = value if isinstance(value, int) else scalar(value)  # an int may be too large for a float
     return float(number) if number is not None and abs(number) < _TOO_LARGE else None
 
 
 def scalar(value: Any) -> float | None:
-    """`value` as a float if it is one number (Python, numpy or a one-element tensor), else None."""
+    """Convert one number (Python, numpy or a one-element tensor) to a float; None for all else."""
     if isinstance(value, bool | int | float):
         return float(value)
     if isinstance(value, Tensor):
@@ -388,7 +394,7 @@ def numeric_extras(extra: Mapping[str, Any]) -> dict[str, float]:
 
 
 def unusable_extras(extras: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
-    """Further numbers that some rows of a reward function lack: key -> the rows whose value is no usable number."""
+    """List, for each number of a reward function that some rows lack, the rows whose value is no usable number."""
     numbers = {key for e in extras for key, v in e.items() if isinstance(v, int) or scalar(v) is not None}
     keys = numbers - {"score", "pred"}
     rows = {key: [i for i, e in enumerate(extras) if key in e and usable_number(e[key]) is None] for key in keys}
@@ -397,7 +403,7 @@ def unusable_extras(extras: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated(TensorStruct):
-    """What the trained models say about the rollouts, before any update. Only what the run needs is present."""
+    """Results of the trained models on the rollouts, before any update. Only columns that the run needs are present."""
 
     response_length_B: Tensor  # int64
     old_log_probs_T: Tensor | None = tokens(default=None)
@@ -410,8 +416,11 @@ class Evaluated(TensorStruct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experience(Sequences):
-    """What an update needs. old_log_probs_BR is None when the update detaches its own (one update per batch);
-    rollout_log_probs_BR is there when the update is the first to see the trainer's log-probs next to them."""
+    """Data that an update needs.
+
+    old_log_probs_T: None when the update detaches its own (one update per batch).
+    rollout_log_probs_T: present when the update is the first to see the trainer's log-probs next to them.
+    """
 
     group_B: Tensor
     episode_B: Tensor | None = None  # int64: as in Rollouts
@@ -435,7 +444,7 @@ Struct = TypeVar("Struct", bound=TensorStruct)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episodes:
-    """Which rows are parts of one episode, so that whatever counts responses counts an episode once.
+    """Grouping of rows into episodes, so that whatever counts responses counts an episode once.
 
     `join` gives one row per episode, its rows' responses one after the other, on which all statistics of responses are
     taken as if the history had never been rewritten; `of_rows` and `cut` give results back to the rows. Episodes are in
@@ -449,7 +458,7 @@ class Episodes:
 
     @classmethod
     def of(cls, rows: Rollouts | Experience) -> Episodes:
-        """The episodes of these rows. ValueError where one has rows in several groups."""
+        """The episodes of these rows. Raises ValueError where one has rows in several groups."""
         if rows.episode_B is None:
             return cls(length_B=rows.response_length_B)
         names, known = rows.episode_B.tolist(), dict[int, int]()
@@ -461,7 +470,7 @@ class Episodes:
         return cls(length_B=rows.response_length_B, number_B=number_B)
 
     def __len__(self) -> int:
-        """E."""
+        """Count the episodes: E."""
         return len(self.length_B) if self.number_B is None else len(self.number_B.unique())
 
     def rows(self) -> list[Tensor]:
@@ -475,7 +484,7 @@ class Episodes:
         return values_B if self.number_B is None else values_B[[int(rows[0]) for rows in self.rows()]]
 
     def of_rows(self, values_E: Tensor) -> Tensor:
-        """Its episode's value for each row: [B]."""
+        """Repeat each episode's value for its rows: [E] to [B]."""
         return values_E if self.number_B is None else values_E[self.number_B]
 
     def sums(self, values_B: Tensor) -> Tensor:
@@ -520,14 +529,14 @@ class Episodes:
 
 
 def whole_episodes(rollouts: Rollouts, scores: Scores) -> tuple[Rollouts, Scores]:
-    """Both with one row per episode, for whatever counts responses."""
+    """Join rollouts and scores to one row per episode, for whatever counts responses."""
     episodes = Episodes.of(rollouts)
     return episodes.join(rollouts), episodes.join(scores)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Denominators:
-    """What a mini-batch's loss sums are divided by: counted over all ranks, before any backward pass."""
+    """Divisors of a mini-batch's loss sums: counted over all ranks, before any backward pass."""
 
     num_tokens: int  # response_mask tokens of the mini-batch
     num_sequences: int  # episodes of the mini-batch: its rows, where every row is one

@@ -1,5 +1,7 @@
-"""How a program of this package ends, whatever interrupts it: a line and a status. The standard library alone, since it
-is in force while all else is imported."""
+"""End of a program of this package, whatever interrupts it: a line and a status.
+
+The standard library alone, since this is in force while all else is imported.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def orderly_end() -> Iterator[None]:
 
 
 def _unread() -> bool:
-    """Whether whoever read our output has closed it, as `head` does."""
+    """True where the reader of our output has closed it, as `head` does."""
     watched = select.poll()
     watched.register(sys.stdout, 0)  # of no event but errors
     return bool(watched.poll(0))

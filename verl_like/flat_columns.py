@@ -30,7 +30,7 @@ class Pickled(NamedTuple):
 
 
 def bounds(length_B: Tensor) -> list[int]:
-    """Where rows begin in [T], and behind the last one where it ends: B + 1 numbers."""
+    """Compute where each row begins in [T], and where the last one ends: B + 1 numbers."""
     return [0, *length_B.cumsum(0).tolist()]
 
 
@@ -101,7 +101,7 @@ def row_sums(values_T: Tensor, length_B: Tensor) -> Tensor:
 
 
 def on_rows(values_B: Tensor, length_B: Tensor) -> Tensor:
-    """Each row's value on all of its tokens: [T]."""
+    """Repeat each row's value for all of its tokens: [B] to [T]."""
     if values_B.device.type != "cpu" or values_B.requires_grad:
         return values_B.repeat_interleave(length_B)
     return _tensor(np.repeat(_array(values_B), length_B.numpy()), values_B.dtype)  # ten times faster
@@ -139,7 +139,11 @@ class Blocks:
     """
 
     def __init__(self, length_B: Tensor, group_B: Tensor | None = None, entries: int | None = None) -> None:
-        """group_B: rows of a group are in one block. entries: of a block, where one row or group does not have more."""
+        """Divide the rows into blocks.
+
+        group_B: rows of a group are in one block.
+        entries: size of a block, where no row or group alone has more.
+        """
         self._ends, self._lengths = bounds(length_B), length_B.tolist()
         self._groups = range(len(length_B)) if group_B is None else group_B.tolist()
         self._entries = _BLOCK if entries is None else entries
@@ -161,7 +165,7 @@ class Blocks:
             yield block
 
     def padded(self, values_T: Tensor, rows: Sequence[int]) -> Tensor:
-        """These rows of a column of the CPU, [b, longest of them], 0 in the padding."""
+        """Pad these rows of a CPU column to [b, longest of them], with 0."""
         filled = torch.zeros(len(rows), max(self._lengths[row] for row in rows), dtype=values_T.dtype)
         target, source = _array(filled), _array(values_T)
         for place, row in enumerate(rows):
@@ -191,7 +195,10 @@ def revived(given: Any) -> Any:
 
 
 def places(length_B: Tensor, width: int, side: Side, num_tokens: int | None = None) -> Tensor:
-    """int64 [T]: where each token is in a flattened [B, width]. num_tokens: T; without it a device is waited for."""
+    """Compute where each token is in a flattened [B, width]: int64 [T].
+
+    num_tokens: T; without it the call waits for the device.
+    """
     row_T = torch.arange(len(length_B), device=length_B.device).repeat_interleave(length_B, output_size=num_tokens)
     first_B = length_B.cumsum(0) - length_B
     column_T = torch.arange(len(row_T), device=length_B.device) - first_B[row_T]

@@ -15,8 +15,10 @@ _SELDOM = (500_000, 4, 20)
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """While a process starts, what comes stays: a quarter of the CPU time of importing torch and transformers would go
-    into looks that find nothing."""
+    """Collect garbage less often while a process starts, when nearly all objects stay.
+
+    A quarter of the CPU time of importing torch and transformers would go into collections that find nothing.
+    """
     before = gc.get_threshold()
     gc.set_threshold(5_000_000)  # a start brings a million, none of them garbage
     try:
@@ -26,9 +28,13 @@ def starting() -> Iterator[None]:
 
 
 def settle(*, seldom: bool) -> Callable[[], None]:
-    """What is there now (most of it torch's and transformers') stays as long as the run, and is not looked through any
-    more. seldom: look at what is new less often; not for a process with an engine, where garbage may hold the memory of
-    a device. What undoes it."""
+    """Exempt the present objects from garbage collection: most are torch's and transformers', and stay for the run.
+
+    seldom: collect newer objects less often; not for a process with an engine, where garbage may hold a device's
+        memory.
+
+    Returns the function that undoes both.
+    """
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""What this process is at, told to the run's watchdog (cluster/watchdog.py), which reads it from outside.
+"""Heartbeat of this process: its current work, told to the watchdog (cluster/watchdog.py), which reads it from outside.
 
     with span("micro-batch", amount=4096):  # may take stall_timeout, and ten times what 4096 tokens took at worst
         ...
@@ -38,7 +38,12 @@ _LOOK_S = 2.0  # how often a thread writes down what was too quick, and the last
 
 @dataclass(slots=True)
 class Span:
-    """What a thread is at, and since when (monotonic) without progress. kind: with what that is in."""
+    """Current work of a thread.
+
+    kind: the work with the work around it ("update/micro-batch"); time limits follow the speed of earlier work of its
+        kind.
+    since: monotonic time of the last progress.
+    """
 
     what: str
     kind: str
@@ -49,9 +54,10 @@ class Span:
 
 
 class Beacon:
-    """The spans of this process, in the file `path`. stall_timeout: [s] see the module; None: nothing is late.
+    """Publisher of the spans of this process, in the file `path`.
 
-    last_collective: tells of each process group the last collective that was begun here.
+    stall_timeout: [s] see the module; None: no thread is ever late.
+    last_collective: function that gives, for each process group, the last collective that was begun here.
     """
 
     def __init__(
@@ -71,7 +77,7 @@ class Beacon:
 
     @contextmanager
     def span(self, what: str, amount: float, whom: str, expected_s: float = 0.0) -> Iterator[None]:
-        """See `span`."""
+        """Publish that this thread does `what` until the block ends; see the function `span` for the arguments."""
         with self._lock:
             spans = self._threads.setdefault(threading.current_thread().name, [])
             if spans:
@@ -89,7 +95,7 @@ class Beacon:
                 self._changed()
 
     def advance(self, amount: float) -> None:
-        """See `advance`."""
+        """Record that one part of this thread's work is done, and begin the next, of size `amount`."""
         with self._lock:
             for span in self._threads.get(threading.current_thread().name, [])[-1:]:
                 span.amount = amount
@@ -148,16 +154,19 @@ _beacon: Beacon | None = None
 
 
 def publish(path: Path, stall_timeout: float | None, last_collective: Callable[[], dict[str, Any]] = dict) -> None:
-    """From now on this process's spans can be read in the file; see Beacon."""
+    """Begin to publish this process's spans in the file; see Beacon."""
     global _beacon
     _beacon = Beacon(path, stall_timeout, last_collective)
 
 
 @contextmanager
 def span(what: str, *, amount: float = 1.0, whom: str = "", expected_s: float = 0.0) -> Iterator[None]:
-    """This thread is at `what` inside. amount: of work, in a unit of what's own (tokens, bytes): its time limit grows
-    with it. whom: it waits for, and does nothing itself; DRIVER: without a limit of its own. expected_s: at
-    worst, where nothing like it was seen yet."""
+    """Publish that this thread does `what` until the block ends.
+
+    amount: size of the work in a unit of its own (tokens, bytes): the time limit grows with it.
+    whom: the process that this thread waits for without doing anything itself; DRIVER: there is no limit of its own.
+    expected_s: seconds at worst, where no such work was seen yet.
+    """
     if _beacon is None:
         yield
         return
@@ -166,19 +175,19 @@ def span(what: str, *, amount: float = 1.0, whom: str = "", expected_s: float = 
 
 
 def advance(*, amount: float = 1.0) -> None:
-    """One part, of this size, of what this thread's span is at is done, and the next begins."""
+    """Record that one part, of size `amount`, of this thread's work is done, and that the next begins."""
     if _beacon is not None:
         _beacon.advance(amount)
 
 
 def show_stacks() -> None:
-    """From now on this process writes the stacks of its threads, on SIGUSR2, into memory that `stacks_below` reads."""
+    """Let this process write the stacks of its threads, on SIGUSR2, into memory that `stacks_below` reads."""
     if hasattr(os, "memfd_create"):
         faulthandler.register(signal.SIGUSR2, file=os.fdopen(os.memfd_create(_STACKS), "w"))
 
 
 def stacks_below(pid: int, wait_s: float = 1.0) -> dict[int, str]:
-    """The stacks of all processes below this one that called `show_stacks`, by process id; Linux only."""
+    """Read the stacks of all processes below this one that called `show_stacks`, by process id; Linux only."""
     found: dict[int, Path] = {}
     below = [pid]
     for parent in below:
@@ -198,15 +207,19 @@ def stacks_below(pid: int, wait_s: float = 1.0) -> dict[int, str]:
 
 
 def beacon_file(memory_id: str, log_path: str) -> Path:
-    """Where the process with this log publishes: in memory where the system has a folder for that; removed with the
-    group's shared memory."""
+    """Name the file into which the process with this log publishes.
+
+    It lies in memory where the system has a folder for that, and is removed with the group's shared memory.
+    """
     folder = Path("/dev/shm") if os.path.isdir("/dev/shm") else Path(log_path).parent
     return folder / f"{memory_id}_progress_{Path(log_path).stem}"
 
 
 def read_beacon(path: Path) -> dict[str, Any] | None:
-    """{"spans": [...], "collective": {...}} with the `age_s` of each span, which must be of this machine; None where
-    there is none."""
+    """Read {"spans": [...], "collective": {...}} with the `age_s` of each span; None where there is none.
+
+    The file must be of this machine, whose clock gives the ages.
+    """
     for _ in range(5):  # it may be written at this moment
         try:
             found = json.loads(path.read_bytes().split(b"\0", 1)[0])

@@ -11,10 +11,10 @@ from weakref import WeakSet
 
 
 class Gauges(Protocol):
-    """Something with numbers. Read from any thread; what shows the same name twice is added up."""
+    """Source of numbers. It is read from any thread; numbers of the same name are added up."""
 
     def gauges(self) -> Mapping[str, float]:
-        """By name, as pool/reward/workers."""
+        """Report the numbers by name, such as pool/reward/workers."""
         ...
 
 
@@ -23,19 +23,19 @@ _SHOWN: WeakSet[Gauges] = WeakSet()
 
 
 def show(source: Gauges) -> None:
-    """Read it from now on, as long as it lives."""
+    """Read `source` from now on, as long as it lives."""
     with _LOCK:
         _SHOWN.add(source)
 
 
 def hide(source: Gauges) -> None:
-    """Read it no more. Safe to call twice."""
+    """Stop reading `source`. Safe to call twice."""
     with _LOCK:
         _SHOWN.discard(source)
 
 
 def readings() -> dict[str, float]:
-    """All numbers as they are now."""
+    """Read all numbers as they are now."""
     with _LOCK:
         sources = list(_SHOWN)
     found = Counter[str]()

@@ -47,7 +47,7 @@ class _Loader:
         module.__spec__ = self._spec  # the import has put the old name's there
 
     def get_code(self, name: str) -> CodeType | None:
-        """For `python -m`."""
+        """Return the code of the module at its new place, for `python -m`."""
         spec = importlib.util.find_spec(self._place)
         loader: Any = None if spec is None else spec.loader
         return None if loader is None else loader.get_code(self._place)

@@ -33,5 +33,5 @@ PARTS: dict[str, dict[str, str]] = {
 
 
 def part(menu: str, name: str) -> Any:
-    """The object behind a row of PARTS. KeyError for a menu or name that it lacks."""
+    """The object behind a row of PARTS. Raises KeyError for a menu or name that it lacks."""
     return load(PARTS[menu][name], f"{menu}.{name}")

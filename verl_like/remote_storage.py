@@ -49,12 +49,12 @@ _LOOK_S = 1.0
 
 
 def is_remote(name: str | None) -> bool:
-    """Whether the name has a scheme. file:// counts: it is opened like all others."""
+    """True where the name has a scheme. file:// counts: it is opened like all others."""
     return name is not None and "://" in name
 
 
 class RemoteFolder:
-    """A folder at a URL. ValueError, naming `key`, where the storage cannot be reached."""
+    """A folder at a URL. Raises ValueError, naming `key`, where the storage cannot be reached."""
 
     def __init__(self, url: str, key: str) -> None:
         self.url, self.key = url.rstrip("/"), key
@@ -64,7 +64,7 @@ class RemoteFolder:
 
     @property
     def overdue_s(self) -> float:
-        """By how many seconds the next file is late, in however many tries; negative while it has time."""
+        """Seconds by which the next file is late, in however many tries; negative while it has time."""
         return time.monotonic() - self._due
 
     def upload(self, folder: Path, run: str = "", *, over_others: bool = True) -> None:
@@ -101,7 +101,7 @@ class RemoteFolder:
             return sorted(n for n in found if self._fs.exists(f"{self._root}/global_step_{n}/{MARKER}"))
 
     def holds(self, name: str, run: str) -> bool:
-        """Whether the folder is here, whole, and of this run (or of an older version, which named none)."""
+        """True where the storage has the folder, whole, and of this run (or of an older version, which named none)."""
         return self.read(f"{name}/{MARKER}") is not None and self._marker(name).get("run", "") in ("", run)
 
     def read(self, name: str) -> bytes | None:
@@ -117,8 +117,10 @@ class RemoteFolder:
             return self._fetch(f"{self._root}/{name}", self._marker(name)["files"], target)
 
     def _marker(self, name: str) -> dict[str, Any]:
-        """What says that a folder was uploaded to its end: the sizes of its files, and its run. ValueError, naming it,
-        where it is damaged."""
+        """Read the marker of a folder that was uploaded to its end: the sizes of its files, and its run.
+
+        Raises ValueError, which names the marker, where it is damaged.
+        """
         file = f"{name}/{MARKER}"
         found = parse_object(
             self._fs.cat_file(f"{self._root}/{file}"), f"{self.key}={self.url}/{file}", {"files": dict}
@@ -128,7 +130,7 @@ class RemoteFolder:
         return found
 
     def fetch(self, cache: Path) -> Path:
-        """This folder as it is now, in a cache: one copy for all processes of a machine."""
+        """Copy the folder as it is now to a cache, once for all processes of a machine."""
         with self._told("cannot be read"):
             infos: dict[str, Any] = self._fs.find(self._root, detail=True)
             if not infos:
@@ -166,7 +168,7 @@ class RemoteFolder:
         self.rest()
 
     def rest(self) -> None:
-        """Nothing is under way: what is tried next has its time."""
+        """Stop the clock of `overdue_s` while no transfer is in flight: the next one has its full time."""
         self._due, self._moves = math.inf, True
 
     def _expect(self, size: int) -> None:
@@ -183,15 +185,17 @@ class RemoteFolder:
 
 @functools.cache
 def local_folder(path: str, key: str = "model.path") -> str:
-    """Where a model or tokenizer lies on this machine, or its name on the hub; a URL is fetched once a machine. Kept:
-    a process looks at the storage once."""
+    """Return the local folder of a model or tokenizer, or its name on the hub; a URL is fetched once a machine.
+
+    The result is kept: a process looks at the storage once.
+    """
     if not is_remote(path):
         return os.path.expanduser(path)
     return str(RemoteFolder(path, key).fetch(CACHE))
 
 
 def _leads_out(name: str) -> bool:
-    """Whether a file's name leads out of its folder."""
+    """True where a file's name leads out of its folder."""
     return name.startswith("/") or ".." in name.split("/")
 
 
@@ -219,7 +223,7 @@ class Uploader:
     does not answer holds nothing up after its time (RemoteFolder.overdue_s)."""
 
     def __init__(self, remote: RemoteFolder, run: str = "", *, over_others: bool = True) -> None:
-        """run, over_others: see RemoteFolder.upload."""
+        """Begin without any upload. For run and over_others see RemoteFolder.upload."""
         self.remote, self._run, self._over_others = remote, run, over_others
         self._tasks: queue.SimpleQueue[tuple[Path, Future[None]]] = queue.SimpleQueue()
         self._pending: dict[Path, Future[None]] = {}
@@ -228,20 +232,22 @@ class Uploader:
         threading.Thread(target=self._work, name="upload", daemon=True).start()
 
     def start(self, checkpoint: Path) -> None:
-        """Upload this one too, once the ones before are done: a copy that lags does not pile up. Not where the storage
-        is away."""
+        """Upload this folder too, once the ones before are done: a copy that lags does not pile up.
+
+        Does nothing where the storage is away.
+        """
         for path in (*self._failed(None if self._away else 0.0), checkpoint):
             self._submit(path)
 
     def finish(self) -> list[str]:
-        """Wait; what could not be uploaded, after one more try."""
+        """Wait, and list what could not be uploaded, after one more try."""
         for path in self._failed(_LAST_S):
             self._submit(path)
         return [str(path) for path in (*self._failed(_LAST_S), *self._pending)]
 
     @property
     def pending(self) -> list[Path]:
-        """Those that are not known to be whole there: deleted here, they would be lost."""
+        """Folders that are not known to be whole on the storage: deleted here, they would be lost."""
         return list(self._pending)
 
     def _submit(self, path: Path) -> None:
@@ -313,7 +319,7 @@ def to_shared_memory(folder: Path, key: str) -> Path:
 
 @contextmanager
 def one_at_a_time(target: Path) -> Iterator[None]:
-    """No other process of this machine makes `target` meanwhile."""
+    """Keep other processes of this machine from making `target` meanwhile."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with (target.parent / f".{target.name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -17,8 +17,11 @@ Form = Mapping[str, type | tuple[type, ...]]  # the entries that an object must 
 
 
 def read_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
-    """Return what a file holds. ValueError, naming it, for one that is larger, that is none (a folder, a pipe, which
-    nobody may ever write to), or that cannot be read. FileNotFoundError where nothing is there."""
+    """Return what a file holds.
+
+    Raises ValueError, naming it, for one that is larger, that is none (a folder, a pipe, which nobody may ever write
+    to), or that cannot be read. Raises FileNotFoundError where nothing is there.
+    """
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -34,7 +37,7 @@ def read_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def opened_tensors(path: Path) -> Any:
-    """Open a safetensors file, as a context. ValueError, naming it, where it is damaged or no file."""
+    """Open a safetensors file, as a context. Raises ValueError, naming it, where it is damaged or no file."""
     from safetensors import SafetensorError, safe_open  # here: who reads a run's folder needs no tensors
 
     try:
@@ -46,13 +49,16 @@ def opened_tensors(path: Path) -> Any:
 
 
 def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
-    """Return the text of a small file. ValueError, naming it, as `read_bytes`, and for one that is no UTF-8."""
+    """Return the text of a small file. Raises ValueError, naming it, as `read_bytes`, and for one that is no UTF-8."""
     return _text(read_bytes(path, most_bytes), str(path))
 
 
 def read_yaml(path: Path) -> str:
-    """Return the text of a small YAML file. ValueError, naming it, for one that refers to its own parts: a few lines of
-    such can stand for a million million. What a run writes does not."""
+    """Return the text of a small YAML file.
+
+    Raises ValueError, naming it, for one that refers to its own parts: a few lines of such can stand for a million
+    million. What a run writes does not.
+    """
     text = read_text(path)
     try:
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=_Yaml)):
@@ -63,8 +69,12 @@ def read_yaml(path: Path) -> str:
 
 
 def read_object(path: Path, form: Form | None = None, *, strict: bool = False) -> dict[str, Any]:
-    """Return the JSON object in a small file, with the entries of `form`. ValueError, naming it, for anything else.
-    strict: also for numbers that are not finite, and for an entry that stands twice."""
+    """Return the JSON object in a small file, with the entries of `form`.
+
+    Raises ValueError, naming it, for anything else.
+
+    strict: also for numbers that are not finite, and for an entry that stands twice.
+    """
     return parse_object(read_text(path), str(path), form, strict=strict)
 
 

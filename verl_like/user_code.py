@@ -57,7 +57,7 @@ class UserCodeError(ValueError):
 
 
 def is_reference(text: str) -> bool:
-    """Whether a value names code by path, and not an entry of a menu."""
+    """True where a value names code by path, and not an entry of a menu."""
     return _REFERENCE.fullmatch(text) is not None
 
 
@@ -72,19 +72,19 @@ def registered_names(menu: str) -> set[str]:
 
 
 def import_modules(names: str | None, key: str) -> None:
-    """Import modules separated by commas, each by its name or as a file.py. UserCodeError names `key`."""
+    """Import modules separated by commas, each by its name or as a file.py. Raises UserCodeError, which names `key`."""
     for name in (names or "").split(","):
         if name.strip():
             load_module(name.strip(), key)
 
 
 def external_modules() -> str:
-    """What VERL_USE_EXTERNAL_MODULES holds in this process."""
+    """Return the value of VERL_USE_EXTERNAL_MODULES in this process."""
     return os.environ.get(EXTERNAL_MODULES, "")
 
 
 def load(reference: str, key: str) -> Any:
-    """The object that a reference names. UserCodeError says what is wrong with it and names `key`."""
+    """The object that a reference names. Raises UserCodeError, which says what is wrong with it and names `key`."""
     path, _, name = reference.rpartition(":")
     if not is_reference(reference):
         raise UserCodeError(f"{key}={reference!r}: write {FORMS}")
@@ -92,7 +92,7 @@ def load(reference: str, key: str) -> Any:
 
 
 def load_dotted(name: str, key: str) -> Any:
-    """The same of package.module.Name too, as verl's files have it."""
+    """Load code as `load` does, also by package.module.Name, as verl's files have it."""
     return load(name if ":" in name else ":".join(name.rsplit(".", 1)), key)
 
 
@@ -106,7 +106,7 @@ def load_pair(path: str, name: str | None, *, path_key: str, name_key: str) -> A
 
 
 def load_class(path: str, name: str | None, *, path_key: str, name_key: str) -> type:
-    """As `load_pair`, of a class."""
+    """Load a class as `load_pair` does. Raises UserCodeError for anything else."""
     found = load_pair(path, name, path_key=path_key, name_key=name_key)
     if not isinstance(found, type):
         raise UserCodeError(f"{path_key}={path}: {name or path} is a {type(found).__name__}, not a class")
@@ -114,7 +114,10 @@ def load_class(path: str, name: str | None, *, path_key: str, name_key: str) -> 
 
 
 def find(module: ModuleType, name: str, setting: str) -> Any:
-    """A name of a module. UserCodeError suggests the nearest one; `setting` is "key=value" for its message."""
+    """A name of a module.
+
+    Raises UserCodeError, which suggests the nearest one; `setting` is "key=value" for its message.
+    """
     if hasattr(module, name):
         return getattr(module, name)
     own = [
@@ -127,7 +130,7 @@ def find(module: ModuleType, name: str, setting: str) -> Any:
 
 
 def check_call(function: Any, setting: str, *arguments: str, keywords: Mapping[str, Any] | None = None) -> None:
-    """UserCodeError unless `function` can be called with these positional arguments and keywords."""
+    """Raise UserCodeError unless `function` can be called with these positional arguments and keywords."""
     if not callable(function):
         raise UserCodeError(f"{setting} is a {type(function).__name__}, which cannot be called")
     try:
@@ -145,18 +148,21 @@ def check_call(function: Any, setting: str, *arguments: str, keywords: Mapping[s
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function or class can be given this keyword."""
+    """True where a function or class accepts this keyword."""
     parameters = inspect.signature(function).parameters
     return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
 def accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Those keywords that a function or class can be given."""
+    """Select the keywords that a function or class accepts."""
     return {name: value for name, value in offered.items() if takes(function, name)}
 
 
 def resolve_path(path: str, key: str) -> str:
-    """An absolute file path; `pkg://module` and module names as they are. UserCodeError if there is no such file."""
+    """An absolute file path; `pkg://module` and module names as they are.
+
+    Raises UserCodeError if there is no such file.
+    """
     if not path.removeprefix(_MODULE_PREFIX).strip():
         raise UserCodeError(f"{key}={path} is empty (a shell variable that is not set?): name a file, or leave it out")
     if path.startswith(_MODULE_PREFIX) or not (path.endswith(".py") or "/" in path):
@@ -215,7 +221,7 @@ def _load_file(file: Path) -> ModuleType:
 
 
 def _is_importable_as(name: str, file: Path) -> bool:
-    """Whether `import name` gives this file, and the name belongs to nobody else."""
+    """True where `import name` gives this file, and no other module has the name."""
     if not name.isidentifier() or name in sys.modules or name in sys.stdlib_module_names:
         return False
     spec = importlib.machinery.PathFinder.find_spec(name)

@@ -16,6 +16,24 @@ CONFIG_NAMES = {"config", "cfg", "actor_config", "critic_config", "rollout_confi
 MAY_PRINT = ("verl_like/cli/", "verl_like/kit/verbs/", "verl_like/kit/bench/", "verl_like/kit/datasets/")
 HUGGING_FACE_CONFIG = {"verl_like/engine/state.py"}
 BINARY = {".parquet", ".png", ".safetensors", ".gz"}
+# First words of a docstring that answer a question nobody has asked, or that stand for a subject named nowhere.
+NO_SUBJECT = re.compile(
+    r"(As|How|It|Nothing|Of|See|That|The same|Those|What|When|Where|Whether|Which|Who|Why)\b",
+)
+# "" are the modules beside the folders.
+CLEAN_FOLDERS = {
+    "",
+    "checkpoint",
+    "cli",
+    "cluster",
+    "data",
+    "kit",
+    "observe",
+    "plugins",
+    "rewards",
+    "services",
+}
+NOT_CLEAN_YET = ("verl_like/kit/docs/", "verl_like/kit/explaining.py")
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:root|home/(?!user\b)\w+|Users/\w+|work/(?:main|shared))(?:/|\b)")
 
 
@@ -119,3 +137,40 @@ def test_no_absolute_machine_paths() -> None:
             if MACHINE_PATH.search(line):
                 found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}")
     assert not found, "\n".join(found)
+
+
+def docstrings_without_subject(source: Source) -> Iterator[str]:
+    """Yield the place and the first line of each docstring whose first word names neither an action nor a thing."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            doc = ast.get_docstring(node) or ""
+            if NO_SUBJECT.match(doc):
+                yield f"{source.name}:{node.body[0].lineno}: {doc.splitlines()[0]}"
+
+
+def test_docstrings_begin_with_their_subject() -> None:
+    found = [
+        line
+        for source in package_sources()
+        if "".join(source.name.split("/")[1:-1][:1]) in CLEAN_FOLDERS and not source.name.startswith(NOT_CLEAN_YET)
+        for line in docstrings_without_subject(source)
+    ]
+    assert not found, "begin with a verb or a noun, and name the subject:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("doc", "is_found"),
+    [
+        ("Whether a row is graded.", True),
+        ("The same, padded.", True),
+        ("See EpisodeRunner.", True),
+        ("True where a row is graded.", False),
+        ("Whole rows, graded.", False),
+        ("The sameness of two trees.", False),
+    ],
+)
+def test_planted_docstrings(doc: str, is_found: bool, tmp_path: Path) -> None:
+    (tmp_path / "planted.py").write_text(f'def grade() -> None:\n    """{doc}"""\n')
+    source = parse(tmp_path / "planted.py")
+    object.__setattr__(source, "path", ROOT / "verl_like" / "planted.py")
+    assert len(list(docstrings_without_subject(source))) == is_found

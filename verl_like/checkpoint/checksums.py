@@ -60,9 +60,11 @@ def collect(checkpoint: Path) -> None:
 
 
 def find_faults(checkpoint: Path, folders: Sequence[str], *, top: bool = True) -> list[str]:
-    """What is wrong with the files in these folders of a checkpoint ("actor/model"), and on top of it, file by file.
+    """List the faults of the files in these folders of a checkpoint ("actor/model"), and of those on top of it.
 
     A checkpoint of a version without checksums passes, with a warning.
+
+    top: check the checkpoint's own files too.
     """
     try:
         sums: dict[str, Sum] = read_object(checkpoint / CHECKSUMS_FILE)

@@ -34,9 +34,11 @@ def remove(path: Path) -> None:
 
 
 def linked_folders(key: str, folder: Path) -> list[str]:
-    """Lines about the folders in a run's folder, and below, that are links: what belongs there is written where they
-    point to. ValueError, naming `key`, for a link to a file: a run would write outside of what it was given; and for
-    a folder or a pipe in place of a file, or the other way round, which a run would find at its first save."""
+    """List a line for each folder in a run's folder, and below, that is a link: files go to the place it points to.
+
+    Raises ValueError, naming `key`, for a link to a file: a run would write outside of what it was given; and for a
+    folder or a pipe in place of a file, or the other way round, which a run would find at its first save.
+    """
     for patterns, is_one, what in ((_FILES, Path.is_file, "file"), (_FOLDERS, Path.is_dir, "folder")):
         for path in (path for pattern in patterns for path in folder.glob(pattern)):
             if path.exists() and not is_one(path):
@@ -54,7 +56,7 @@ def linked_folders(key: str, folder: Path) -> list[str]:
 
 
 def require_writable(key: str, folder: str | Path, *, make: bool = True) -> None:
-    """Make the folder that a key names. ValueError, naming both, where nothing can be written into it.
+    """Make the folder that a key names. Raises ValueError, naming both, where nothing can be written into it.
 
     make: False leaves no folder behind and tries the nearest one above that is there.
     """

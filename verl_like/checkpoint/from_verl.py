@@ -36,15 +36,15 @@ _AVERAGES = ("exp_avg", "exp_avg_sq")
 
 
 def is_verl_step(path: Path) -> bool:
-    """Whether verl wrote this global_step_<n>."""
+    """True where verl wrote this global_step_<n>."""
     actor = path / layout.ACTOR
     return not (path / layout.STATE_FILE).exists() and actor.is_dir() and VerlFiles.is_in(actor)
 
 
 def converted(source: Path, root: Path) -> tuple[Path, list[str]]:
-    """verl's checkpoint as one of ours below `root`, and what was not taken; as it is there if it was made before.
+    """Convert verl's checkpoint to one of ours below `root`, unless it is there already; return what was not taken too.
 
-    ValueError for files that are not whole or hold what torch does not know to be harmless.
+    Raises ValueError for files that are not whole or hold what torch does not know to be harmless.
     """
     out, step = layout.step_dir(root, layout.step_of(source)), layout.step_of(source)
     if out.is_dir() and layout.read_trainer_state(out).get("verl") == str(source):
@@ -60,7 +60,7 @@ def converted(source: Path, root: Path) -> tuple[Path, list[str]]:
 
 
 def _convert(folder: Path, out: Path, step: int) -> list[str]:
-    """One role; what was not taken."""
+    """Convert one role, and list what was not taken."""
     weights, left = VerlFiles(folder), ["random states"]
     _write(weights, out / "model")
     if (folder / "huggingface").is_dir():
@@ -82,7 +82,10 @@ def _convert(folder: Path, out: Path, step: int) -> list[str]:
 
 
 def _schedule_steps(folder: Path, step: int, left: list[str]) -> int:
-    """Of the learning rate: rollout batches, here as there."""
+    """Read the steps of the learning-rate schedule, which counts rollout batches in verl as here.
+
+    Where they cannot be read, `step` is taken, and `left` gets a line about it.
+    """
     files = sorted(folder.glob("extra_state_world_size_*_rank_0.pt"))
     try:
         with torch.serialization.safe_globals(OF_NUMPY):
@@ -94,7 +97,7 @@ def _schedule_steps(folder: Path, step: int, left: list[str]) -> int:
 
 
 def _averages(folder: Path, weights: VerlFiles) -> StoredWeights:
-    """AdamW's. ValueError where they cannot be matched with the weights."""
+    """Read AdamW's averages. Raises ValueError where they cannot be matched with the weights."""
     files = [folder / path.name.replace("model_", "optim_", 1) for path in weights.files]
     if missing := [path.name for path in files if not path.exists()]:
         raise ValueError(f"{missing[0]} is not there")
@@ -138,7 +141,7 @@ class _States:
         return {name: self._whole(*name.rpartition(".")[::2]) for name in names}
 
     def _parts(self, parameter: str, key: str) -> list[Any]:
-        """Of all ranks."""
+        """Collect one state of a parameter from all ranks."""
         number = self.places[parameter][1]
         return [rank[number][key] for rank in self.states]
 
@@ -211,7 +214,7 @@ def _read_one(tensors: StoredWeights, name: str) -> Tensor:
 
 
 def _write(tensors: StoredWeights, folder: Path) -> None:
-    """As our engine writes them."""
+    """Write the tensors as our engine does."""
     empty = {HF_PREFIX + name: tensors.empty(name) for name in tensors.names}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that there is no process group is meant

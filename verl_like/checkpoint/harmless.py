@@ -25,8 +25,10 @@ _KNOWN = {
 
 
 class HarmlessReader(FileSystemReader):
-    """torch's reader, whose index may name the classes of an index and nothing else. (Tensors themselves it reads with
-    weights_only.) ValueError for an index that names anything else."""
+    """Reader of torch's whose index may name the classes of an index and nothing else.
+
+    Tensors it reads with weights_only anyway. Raises ValueError for an index that names anything else.
+    """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
@@ -38,8 +40,10 @@ class HarmlessReader(FileSystemReader):
 
 
 def faults_of(folder: Path) -> list[str]:
-    """What cannot be read of a part of a checkpoint without running it: the index of shards, and the small pickles of
-    the ranks. Files of weights are left to their checksums."""
+    """List the files of a checkpoint's part that cannot be read without running them.
+
+    These are the index of shards and the small pickles of the ranks. Files of weights are left to their checksums.
+    """
     faults = []
     for path in (*folder.glob(".metadata"), *folder.glob("rank_*.pt")):
         try:

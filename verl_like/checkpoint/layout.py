@@ -1,4 +1,4 @@
-"""Where checkpoints lie, which one a run resumes from, and which ones are deleted. Driver side, no torch.
+"""Layout of checkpoints: their folders, the one a run resumes from, and those to delete. Driver side, no torch.
 
     <default_local_dir>/
       latest_checkpointed_iteration.txt     number of the newest complete checkpoint; written last, atomically
@@ -102,12 +102,13 @@ def recover(root: str | Path) -> None:
 
 
 def find_latest(root: str | Path, find_faults: FindFaults = lambda path: []) -> Path | None:
-    """The newest whole checkpoint of a run, or None when it has none.
+    """Find the newest whole checkpoint of a run; None when the run has none.
 
     That is the one which the marker file names, also by hand. Where there is no such file, where it cannot be read, or
     where its checkpoint is faulty, the newest whole one counts (first of those before it), and a warning says so.
-    Raises ValueError when there are checkpoints, but none is whole. find_faults: what is wrong with a complete
-    checkpoint's files.
+    Raises ValueError when there are checkpoints, but none is whole.
+
+    find_faults: function that lists the faults of a complete checkpoint's files.
     """
     root, marker = Path(root), Path(root) / LATEST_FILE
     if not root.is_dir():
@@ -165,7 +166,7 @@ def whole_checkpoints(root: str | Path) -> list[Path]:
 
 
 def check_checkpoint(path: str | Path, find_faults: FindFaults = lambda path: []) -> Path:
-    """The folder that trainer.resume_from_path names. ValueError unless it is a whole checkpoint."""
+    """The folder that trainer.resume_from_path names. Raises ValueError unless it is a whole checkpoint."""
     folder = Path(path).expanduser()
     named = [] if _STEP_DIR.fullmatch(folder.name) else ["its name must be global_step_<number>"]
     faults = _incomplete(folder) + named or _state_faults(folder) or find_faults(folder)
@@ -180,7 +181,7 @@ def write_trainer_state(path: str | Path, state: Mapping[str, Any]) -> None:
 
 
 def read_trainer_state(path: str | Path, form: Form | None = None) -> dict[str, Any]:
-    """Return what `write_trainer_state` wrote. ValueError, naming the file, where it is damaged."""
+    """Return what `write_trainer_state` wrote. Raises ValueError, naming the file, where it is damaged."""
     return read_object(Path(path) / STATE_FILE, form, strict=True)
 
 

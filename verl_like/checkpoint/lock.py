@@ -38,7 +38,7 @@ _HOLDER = {"host": str, "machine": str, "pid": int, "started": (str, type(None))
 
 
 class RunLocked(RunStopped):
-    """Another live run writes into the folder."""
+    """Error of a folder into which another live run writes."""
 
 
 class RunLock:
@@ -59,7 +59,7 @@ class RunLock:
         self._heart = threading.Thread(target=self._beat, name="run lock", daemon=True)
 
     def acquire(self) -> None:
-        """Take the folder. RunLocked, naming host, process and run, while another live run holds it."""
+        """Take the folder. Raises RunLocked, naming host, process and run, while another live run holds it."""
         with _alone(self.path.parent):
             holder = _read(self.path)
             if holder is not None:
@@ -133,13 +133,16 @@ def held(root: str | Path, run_id: str) -> Iterator[RunLock]:
 
 
 def machine() -> str:
-    """Where a process id means something: host name and process namespace."""
+    """Name the scope in which a process id is unique: host name and process namespace."""
     space = Path("/proc/self/ns/pid")
     return f"{socket.gethostname()} {os.readlink(space) if space.is_symlink() else ''}".strip()
 
 
 def process_start(pid: int) -> str | None:
-    """A mark of this very process: when it started (Linux), else that it lives. None: it does not, or is a zombie."""
+    """Return a mark of this very process: when it started (Linux), else that it lives.
+
+    None: it does not live, or is a zombie.
+    """
     if not Path("/proc/self/stat").exists():
         return "alive" if _answers(pid) else None
     try:
@@ -161,7 +164,7 @@ def _answers(pid: int) -> bool:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Two runs that start at once look and write one after the other (where the file system has locks)."""
+    """Let two runs that start at once look and write one after the other (where the file system has locks)."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -174,7 +177,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _read(path: Path) -> Holder | None:
-    """Who holds the folder; None: nobody."""
+    """Read the holder of the folder; None where there is none. Raises RunLocked where the file is damaged."""
     try:
         return read_object(path, _HOLDER)
     except FileNotFoundError:

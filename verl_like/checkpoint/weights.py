@@ -26,11 +26,11 @@ _PEFT_PREFIX, _PEFT_PARTS = "base_model.model.", (".base_layer.", ".default.")
 
 
 class StoredWeights(Protocol):
-    """Names are those of the module, without prefixes."""
+    """Weights on a disk. Names are those of the module, without prefixes."""
 
     @property
     def names(self) -> Sequence[str]:
-        """Of all tensors."""
+        """Names of all tensors."""
         ...
 
     def empty(self, name: str) -> Tensor:
@@ -38,12 +38,15 @@ class StoredWeights(Protocol):
         ...
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Whole tensors. ValueError for files that do not hold them."""
+        """Whole tensors. Raises ValueError for files that do not hold them."""
         ...
 
 
 class ShardedFolder:
-    """What any number of ranks wrote with torch.distributed.checkpoint. prefix: before each name there."""
+    """Folder that any number of ranks wrote with torch.distributed.checkpoint.
+
+    prefix: text before each name in the folder, which `names` does not have.
+    """
 
     def __init__(self, folder: Path, prefix: str) -> None:
         self.folder, self.prefix = folder, prefix
@@ -69,9 +72,11 @@ class ShardedFolder:
 
 
 class VerlFiles:
-    """One file per rank as verl writes them (FSDP1 or FSDP2): plain tensors, or DTensors cut along one dimension.
+    """Files of a checkpoint of verl's, one per rank (FSDP1, FSDP2): plain tensors, or DTensors cut along one dimension.
 
-    Files are mapped into memory, not read as a whole. trust: also unpickle what is not known to be harmless.
+    Files are mapped into memory, not read as a whole.
+
+    trust: also unpickle what is not known to be harmless.
     """
 
     def __init__(self, folder: Path, *, trust: bool = False) -> None:
@@ -88,7 +93,7 @@ class VerlFiles:
 
     @staticmethod
     def is_in(folder: Path) -> bool:
-        """Whether a folder holds such files."""
+        """True where the folder holds such files."""
         return any(_VERL_FILE.fullmatch(path.name) for path in folder.iterdir())
 
     def empty(self, name: str) -> Tensor:

@@ -15,12 +15,14 @@ from verl_like.ending import orderly_end
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verb:
-    """One subcommand. folder.module (None: of its name): `add_arguments(parser)`, and `run(arguments)` unless that sets
-    another one.
+    """Subcommand of verl-like.
 
-    mixed: options may stand between its positional arguments. passes_on: what stands behind -- is no argument of its
-    own, and arrives as `passed`. leaves: it has closed all that it opened, so that its process need not look through
-    what it imported, for most of a second, before it ends.
+    folder, module: place of its `add_arguments(parser)`, and of its `run(arguments)` unless the former sets another
+        one; module None: of the verb's name.
+    mixed: options may stand between its positional arguments.
+    passes_on: words behind -- are no arguments of its own, and arrive as `passed`.
+    leaves: it has closed all that it opened, so that its process need not look through what it imported, for most of a
+        second, before it ends.
     """
 
     name: str

@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @starting()
 def run(arguments: argparse.Namespace) -> None:
-    """Print what the run would be. ConfigError, hence exit status 1, for what is wrong with it."""
+    """Print what the run would be. Raises ConfigError, hence exit status 1, for what is wrong with it."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", force=True)
     with told_in_a_line("the plan"):
         config = compose(arguments.overrides, user_files(arguments))

@@ -19,10 +19,10 @@ _MAX_GPU_HOST_THREADS = 16
 
 
 def process_environment(rank_env: RankEnv, *, cuda_devices: Sequence[str] = ()) -> dict[str, str]:
-    """What torch.distributed, vLLM and OpenMP read, for one rank.
+    """Make the environment variables that torch.distributed, vLLM and OpenMP read, for one rank.
 
     cuda_devices: ids of all GPUs of this node's ranks, in local-rank order. Every rank sees all of them and picks its
-    own by LOCAL_RANK, as under torchrun: peer access and vLLM's external launcher need that.
+        own by LOCAL_RANK, as under torchrun: peer access and vLLM's external launcher need that.
     """
     variables = {
         "RANK": str(rank_env.rank),

@@ -1,4 +1,4 @@
-"""Which of several ranks' failures is the cause, and how it is told."""
+"""Failures of ranks: the choice of the one that caused the others, and how it is told."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ class Failure:
         return cls(rank=rank, method=method, kind="stopped", message=stopped_text(pid))
 
     def on_lost_node(self, address: str, raylet_pid: int) -> Failure:
-        """The same death, told as that of the node's Ray, which takes all its workers with it."""
+        """Retell the death as that of the node's Ray, which takes all its workers with it."""
         message = f"Ray's daemon on node {address} (raylet, process {raylet_pid}) is gone: {_VANISHED}"
         return replace(self, kind="node", message=message)
 
     @property
     def is_echo(self) -> bool:
-        """Whether this looks like the consequence of another rank's failure."""
+        """True where this looks like the consequence of another rank's failure."""
         return any(mark in self.message or mark in self.kind for mark in _ECHO_MARKS)
 
     def line(self, world_size: int, name: str) -> str:
@@ -106,7 +106,7 @@ def raise_for(
 
 
 def stopped_text(pid: int) -> str:
-    """What to say of a process that is stopped."""
+    """Describe a process that is stopped, and how to let it go on."""
     return f"was stopped (process {pid}: SIGSTOP or a debugger; kill -CONT {pid} lets it go on)"
 
 

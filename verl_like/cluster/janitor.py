@@ -59,7 +59,7 @@ def cleanup_shm(run_id: str, folder: Path = Path("/dev/shm")) -> list[str]:
 
 
 def kill_processes(pids: Sequence[int]) -> None:
-    """SIGKILL; processes that ended meanwhile are passed over."""
+    """Kill these processes (SIGKILL); those that ended meanwhile are passed over."""
     for pid in pids:
         try:
             os.kill(pid, signal.SIGKILL)
@@ -82,7 +82,7 @@ def start_janitor(run_id: str, *, kill: bool, folders: Sequence[str] = ()) -> su
 
 
 def _tell(text: str) -> None:
-    """Write it on stderr, a moment long: whoever has the other end of a full pipe may not read."""
+    """Write a line on stderr, for a moment at most: the reader of a full pipe may have gone."""
 
     def write() -> None:
         with contextlib.suppress(OSError):  # nobody has it any more

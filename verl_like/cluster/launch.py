@@ -62,7 +62,7 @@ class RaySession:
 
     @property
     def lost(self) -> bool:
-        """Whether a daemon of a Ray of our own has died: nothing can be started in it any more."""
+        """True where a daemon of a Ray of our own has died: no process can be started in it any more."""
         node: Any = ray._private.worker._global_node  # pyright: ignore[reportAttributeAccessIssue]
         if not (self.owned and ray.is_initialized()) or node is None:
             return False
@@ -115,13 +115,17 @@ def connect(
     run_id: str | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> RaySession:
-    """Join the Ray cluster at `address` ("auto", host:port, ray:// is refused), or start one on this machine.
+    """Join the Ray cluster at `address` ("auto", host:port; ray:// is refused), or start one on this machine.
 
-    num_cpus: cores a Ray of our own offers (None: all, and at least `min_cpus`, since a rank is a process and not a
-    core). temp_dir: where it keeps its session folder (None: a new one under the system's, removed at the end).
-    object_store_memory: bytes (None: a tenth of memory between 128 MB and 8 GB). timeline_json_file: written at the
-    end, for chrome://tracing. extra: further arguments of ray.init. A Ray that is already initialised in this process
-    is used as it is. Raises ValueError for settings that contradict each other, and for an address where no Ray is.
+    A Ray that is already initialised in this process is used as it is. Raises ValueError for settings that contradict
+    each other, and for an address where no Ray is.
+
+    num_cpus: cores that a Ray of our own offers; None: all, and at least `min_cpus`, since a rank is a process and not
+        a core.
+    temp_dir: folder of its session; None: a new one below the system's, removed at the end.
+    object_store_memory: bytes; None: a tenth of memory between 128 MB and 8 GB.
+    timeline_json_file: file to write at the end, for chrome://tracing.
+    extra: further arguments of ray.init.
     """
     run_id = run_id or new_run_id()
     if ray.is_initialized():
@@ -194,8 +198,11 @@ def _start(
 
 @contextlib.contextmanager
 def _on_loopback() -> Iterator[None]:
-    """A Ray of our own listens to this machine alone: whoever reaches its ports can run code. It does so on systems on
-    which it makes no clusters, by this switch, which its other processes read from the environment."""
+    """Let a Ray of our own listen to this machine alone: whoever reaches its ports can run code.
+
+    Ray does so on systems where it makes no clusters, by this switch, which its other processes read from the
+    environment.
+    """
     constants: Any = ray._private.ray_constants  # pyright: ignore[reportAttributeAccessIssue]
     before, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
     try:
@@ -206,17 +213,22 @@ def _on_loopback() -> Iterator[None]:
 
 
 def _set_token() -> None:
-    """Where the environment names no token: else Ray writes one to ~/.ray, and from then on `ray start --head` asks for
-    it, and ray_init.address=auto sends it to clusters that were started without. It stays in this process, whose
-    library of Ray has read it for good: the daemons of a later Ray of anybody's here must have it too."""
+    """Set a token for Ray where the environment names none.
+
+    Otherwise Ray writes one to ~/.ray, and from then on `ray start --head` asks for it, and ray_init.address=auto sends
+    it to clusters that were started without. It stays in this process, whose library of Ray has read it for good: the
+    daemons of a later Ray of anybody's here must have it too.
+    """
     if "RAY_AUTH_TOKEN" not in os.environ and "RAY_AUTH_TOKEN_PATH" not in os.environ:
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
 @contextlib.contextmanager
 def _patience() -> Iterator[None]:
-    """Ray gives its own daemons 30 seconds to find each other, which on a machine that is busy with other work may not
-    do: where it looks whether they have, it is kept waiting for up to `_START_S`."""
+    """Give Ray's daemons up to `_START_S` to find each other.
+
+    Ray's own 30 seconds may not do on a machine that is busy with other work: the look for them is repeated.
+    """
     services: Any = ray._private.services  # pyright: ignore[reportAttributeAccessIssue]
     get_node, end = services.get_node, time.monotonic() + _START_S
 
@@ -249,7 +261,10 @@ def _common() -> dict[str, Any]:
 
 
 def check_joining(address: str, num_cpus: int | None, temp_dir: str | None) -> None:
-    """ValueError for settings that contradict joining a cluster, ConfigError where no Ray answers in two seconds."""
+    """Check settings for joining a cluster.
+
+    Raises ValueError for those that contradict it, ConfigError where no Ray answers in two seconds.
+    """
     if address.startswith("ray://"):
         raise ValueError(
             f"ray_init.address={address}: Ray Client addresses are not supported, because the training loop must run "
@@ -265,7 +280,7 @@ def check_joining(address: str, num_cpus: int | None, temp_dir: str | None) -> N
 
 
 def _check_reachable(address: str) -> None:
-    """ConfigError where no Ray answers: it would be tried for up to ten minutes, and no signal heard meanwhile."""
+    """Raise ConfigError where no Ray answers: Ray would try for up to ten minutes, and no signal be heard meanwhile."""
     services: Any = ray._private.services  # pyright: ignore[reportAttributeAccessIssue]
     key = f"ray_init.address={address}"
     fix = "start one there (ray start --head), or leave the key out for a Ray of ours"
@@ -290,7 +305,10 @@ def _check_reachable(address: str) -> None:
 
 
 def _object_store_bytes() -> int:
-    """Batches are tokens, not pixels: a tenth of memory is plenty. Stays inside /dev/shm, or Ray falls back to disk."""
+    """Choose the object store's size: a tenth of memory, plenty for tokens, and inside /dev/shm.
+
+    Beyond that Ray falls back to disk.
+    """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     size = min(max(memory // 10, _MIN_OBJECT_STORE), _MAX_OBJECT_STORE)
     if os.path.isdir("/dev/shm"):
@@ -301,7 +319,7 @@ def _object_store_bytes() -> int:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """No usage statistics, no chatter of Ray itself; workers as important as their driver."""
+    """Silence Ray's usage statistics and chatter; its workers get the driver's priority."""
     for name, value in _OF_RAY.items():
         os.environ.setdefault(name, value)
     worker: Any = ray._private.worker  # pyright: ignore[reportAttributeAccessIssue]
@@ -328,7 +346,7 @@ _printed: list[Callable[..., None]] = []  # Ray's own function, once ours stands
 
 
 def _print_in_a_line(batch: dict[str, Any], *arguments: Any, **more: Any) -> None:
-    """What Ray's daemons say on the console: of a dying one the first line, and the pages of its state into our log."""
+    """Print output of Ray's daemons; of a dying one the first line, while the pages of its state go into our log."""
     if batch.get("pid") == "raylet":
         for text in batch["lines"]:
             logger.debug("Ray's daemon: %s", text)
@@ -339,7 +357,7 @@ def _print_in_a_line(batch: dict[str, Any], *arguments: Any, **more: Any) -> Non
 
 @contextlib.contextmanager
 def _signal_handlers_kept() -> Iterator[None]:
-    """ray.init replaces the handler of SIGTERM; put the caller's back."""
+    """Restore the caller's handler of SIGTERM, which ray.init replaces."""
     handler = signal.getsignal(signal.SIGTERM)
     try:
         yield

@@ -26,7 +26,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class StopFlag:
-    """Whether somebody asked the run to stop."""
+    """Flag of a request to stop the run."""
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
@@ -73,7 +73,7 @@ _flags: list[StopFlag] = []  # of `graceful_interrupt`, the innermost last
 
 
 def pass_on_sigterm(who: str) -> None:
-    """A worker got a SIGTERM, as where its machine is to go: this process treats it as its own, unless it has one."""
+    """Treat a worker's SIGTERM (its machine is to go, perhaps) as this process's own, unless that has had one."""
     if not _flags:
         os.kill(os.getpid(), signal.SIGTERM)
     elif not _flags[-1].requested:
@@ -103,14 +103,17 @@ def _note(number: int, frame: FrameType | None) -> None:
 
 
 def terminated() -> bool:
-    """Whether this worker got a SIGTERM: the driver hears of it with the next answer (a machine that is to go may be
-    another one than the driver's), and ends the run as if it had got it itself."""
+    """True where this worker got a SIGTERM.
+
+    The driver hears of it with the next answer (a machine that is to go may be another one than the driver's), and ends
+    the run as if it had got the signal itself.
+    """
     return _terminated
 
 
 @contextmanager
 def sigterm_blocked() -> Iterator[None]:
-    """Processes started in here, and all below them, are not ended by SIGTERM, unless they unblock it."""
+    """Protect processes started in the block, and all below them, from SIGTERM, unless they unblock it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         yield

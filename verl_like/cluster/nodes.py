@@ -36,7 +36,7 @@ def process_state(node_id: str, pid: int) -> str:
 
 
 def process_state_here(pid: int) -> str:
-    """See `process_state`."""
+    """Read the state of a process of this machine, as `process_state` does."""
     if not os.path.isdir("/proc/self"):
         return "?"
     try:
@@ -55,7 +55,7 @@ def _dump_stacks(pid: int, path: str) -> str:
 
 
 def on_node(node_id: str, function: Callable[..., Any], *args: Any) -> Any:
-    """What `function` gives on that machine; a text that says so where its node does not answer."""
+    """Run `function` on that machine and return its value; a text that says so where its node does not answer."""
     if node_id == ray.get_runtime_context().get_node_id():
         return function(*args)
     strategy = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)

@@ -1,4 +1,4 @@
-"""What runs inside one worker process, around the user's worker object. Free of Ray and of torch.
+"""Process of a worker, around the user's worker object. Free of Ray and of torch.
 
 The environment is set first and the worker's module imported afterwards, because torch, OpenMP and vLLM read it once.
 Output of the process (and of native code in it) goes to a file; records that concern the user go to the old stderr too.
@@ -50,7 +50,7 @@ class StartRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a call gave: a value, or an error told in text (an exception may not unpickle elsewhere)."""
+    """Result of a call: a value, or an error told in text (an exception may not unpickle elsewhere)."""
 
     value: Any = None
     error_type: str = ""
@@ -142,7 +142,7 @@ class RankProcess:
 
 
 def last_collectives() -> dict[str, Any]:
-    """Of each process group the newest collective that this rank has begun, as torch's flight recorder has it."""
+    """Return the newest collective that this rank has begun in each process group, from torch's flight recorder."""
     torch: Any = sys.modules.get("torch._C._distributed_c10d")
     dump = getattr(torch, "_dump_fr_trace_json", None)  # torch 2.11 and 2.12: of NCCL alone, where it is switched on
     if dump is None:
@@ -157,7 +157,7 @@ def last_collectives() -> dict[str, Any]:
 
 
 class _ForTheUser(logging.Filter):
-    """Our own warnings, and everybody's errors; the rest is chatter that stays in the file."""
+    """Filter that passes our own warnings, and all errors; the rest is chatter that stays in the file."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         ours = record.name == "verl_like" or record.name.startswith("verl_like.")

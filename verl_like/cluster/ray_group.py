@@ -91,7 +91,7 @@ class RayPendingResult:
         return len(ready) == len(refs) or any(map(self._failed, ready))
 
     def _failed(self, ref: Any) -> bool:
-        """Whether this finished call failed: its rank's partners may never end theirs."""
+        """True where this finished call failed: its rank's partners may never end theirs."""
         if ref in self._good:
             return False
         try:
@@ -124,13 +124,18 @@ class RayPendingResult:
 
 
 class RayWorkerGroup:
-    """Starts one worker per slot of the allocation and calls them together.
+    """Group of workers, one per slot of the allocation, started and called together.
 
-    worker: import path "package.module:Class". spec: its first argument, anything that pickles. log_dir: each rank
-    writes `<name>_rank<r>.log` there, on its own node. environment: further variables for the workers. runtime_env:
-    Ray's, for the workers alone. wait: until all are built; otherwise `wait_started` does. watchdog: the run's.
-    spare: the run goes on without this group.
     Raises WorkerError with the worker's own traceback when a constructor fails, WorkerTimeout after `start_timeout` s.
+
+    worker: import path "package.module:Class".
+    spec: first argument of the class; anything that pickles.
+    log_dir: folder in which each rank writes `<name>_rank<r>.log`, on its own node.
+    environment: further variables for the workers.
+    runtime_env: Ray's, for the workers alone.
+    wait: wait until all workers are built; otherwise `wait_started` does.
+    watchdog: the run's.
+    spare: the run goes on without this group.
     """
 
     def __init__(
@@ -172,7 +177,7 @@ class RayWorkerGroup:
         starting.wait(max(0.0, starting.began + timeout - time.monotonic()))
 
     def started(self) -> bool:
-        """Whether `wait_started` would return or raise at once: it has taken too long, too."""
+        """True where `wait_started` would return or raise at once, also because the start has taken too long."""
         starting, timeout = self._starting
         return starting.done() or time.monotonic() > starting.began + timeout
 
@@ -182,7 +187,7 @@ class RayWorkerGroup:
 
     @property
     def log_paths(self) -> list[str]:
-        """Where each rank's output goes, on its own node."""
+        """Paths of each rank's output, on its own node."""
         return [rank.log_path for rank in self._ranks]
 
     @property
@@ -344,7 +349,7 @@ class RayWorkerGroup:
             raise
 
     def _stopped_ranks(self, ranks: Iterable[int]) -> list[int]:
-        """Those whose processes are stopped (SIGSTOP, a debugger)."""
+        """List the ranks whose processes are stopped (SIGSTOP, a debugger)."""
         chosen = [(index, self._ranks[index]) for index in sorted(ranks)]
         return [index for index, rank in chosen if process_state(rank.node_id, rank.pid) == "T"]
 
@@ -357,8 +362,10 @@ class RayWorkerGroup:
             logger.warning("rank %d %s; %s() waits for it", rank, stopped_text(self._ranks[rank].pid), target.method)
 
     def _of_node(self, failure: Failure) -> Failure:
-        """The failure, told as the node's where a process died with its raylet (seen on this machine alone; of another
-        one Ray's own message says so)."""
+        """Tell the failure as the node's where a process died with its raylet.
+
+        That is seen on this machine alone; of another one Ray's own message says so.
+        """
         rank = self._ranks[failure.rank]
         here = rank.node_id == ray.get_runtime_context().get_node_id()
         if failure.kind != "died" or not here or process_state(rank.node_id, rank.raylet_pid) != "":
@@ -385,13 +392,13 @@ class RayWorkerGroup:
         self.end(error)
 
     def asked_to_stop(self, rank: int) -> None:
-        """A rank got a SIGTERM."""
+        """True where a rank got a SIGTERM."""
         if not self._passed_on:
             self._passed_on = True
             pass_on_sigterm(f"{self.name} rank {rank}")
 
     def watched(self) -> list[Watched]:
-        """This group's ranks for the watchdog; the start has a time limit of its own."""
+        """List the group's ranks for the watchdog; none during the start, which has a time limit of its own."""
         if self.stopped_by is not None:
             return []
         calls: dict[int, dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""Where ranks run: nnodes x ranks_per_node slots on the nodes of a Ray cluster.
+"""Placement of ranks: nnodes x ranks_per_node slots on the nodes of a Ray cluster.
 
 One placement group with one bundle per node (STRICT_SPREAD) reserves all nodes at once, so that two runs that start
 together cannot each hold half of what they need. Nodes are put in the order of their addresses: rank r is on the same
@@ -67,9 +67,12 @@ def allocate(
 ) -> Allocation:
     """Reserve room for the ranks, waiting up to `timeout` seconds for nodes that are busy or still joining.
 
-    device: "cuda" reserves one GPU per rank, "cpu" only cores. may_grow: False when no node can join later (a Ray of
-    our own): then room that can never be there is refused at once. keys: that say the two sizes. Raises ResourcesError
-    saying what was asked for and what the cluster has.
+    Raises ResourcesError, which says what was asked for and what the cluster has.
+
+    device: "cuda" reserves one GPU per rank, "cpu" only cores.
+    may_grow: False when no node can join later (a Ray of our own); room that can never be there is then refused at
+        once.
+    keys: names of the keys that set the two sizes, for messages.
     """
     if nnodes < 1 or ranks_per_node < 1:
         raise ValueError(f"{keys[0]}={nnodes} and {keys[1]}={ranks_per_node} must be 1 or more")
@@ -115,7 +118,7 @@ def _nodes_in_order(group: PlacementGroup) -> tuple[NodeSlot, ...]:
 
 
 def _address_key(address: str) -> tuple[int, int, str]:
-    """Sorts 10.0.0.9 before 10.0.0.10; host names come after addresses."""
+    """Key that sorts 10.0.0.9 before 10.0.0.10; host names come after addresses."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
@@ -135,7 +138,7 @@ def _alive() -> list[dict[str, Any]]:
 
 
 def _cluster() -> str:
-    """One line: nodes with their CPUs and GPUs, and what is free in all."""
+    """Describe the cluster in one line: nodes with their CPUs and GPUs, and the free ones in all."""
     nodes = []
     for node in sorted(_alive(), key=lambda node: _address_key(node["NodeManagerAddress"])):
         has = node["Resources"]

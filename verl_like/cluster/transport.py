@@ -1,4 +1,4 @@
-"""How tensors travel between processes: as numpy buffers, which Ray writes into shared memory with a single copy.
+"""Transport of tensors between processes: as numpy buffers, which Ray writes into shared memory with a single copy.
 
 torch's own pickling copies a tensor several times on the way (some 0.4 s instead of 0.02 s for 100 MB). Values, dtypes
 and shapes are kept; gradients, devices, sharing of storage and strides are not: tensors arrive on the CPU, writable.
@@ -19,12 +19,12 @@ _CARRIERS = {1: torch.uint8, 2: torch.int16}  # by item size: carry the bits of 
 
 
 def register_tensor_transport() -> None:
-    """Use it for every tensor that this process sends through Ray. Call it once Ray is connected."""
+    """Send every tensor of this process through Ray in this way. Call it once Ray is connected."""
     ray.util.register_serializer(Tensor, serializer=pack_tensor, deserializer=unpack_tensor)
 
 
 def pack_tensor(tensor: Tensor) -> tuple[np.ndarray[Any, Any], torch.dtype]:
-    """The tensor as a numpy array of the same bits, and its dtype."""
+    """Convert a tensor to a numpy array of the same bits, and its dtype."""
     plain = tensor.detach().cpu().contiguous()
     if plain.dtype.is_floating_point and plain.dtype not in _KNOWN_FLOATS:
         return plain.view(_CARRIERS[plain.dtype.itemsize]).numpy(), plain.dtype

@@ -29,8 +29,11 @@ _AGAIN_S = 5.0  # a second look before the end
 
 @dataclass(slots=True, kw_only=True)
 class Watched:
-    """One rank, and what was seen of it at the last look. called: methods it was asked for and has not answered,
-    asked: when (monotonic), for the first of them."""
+    """State of one rank at the watchdog's last look.
+
+    called: methods that it was asked for and has not answered.
+    asked: monotonic time of the first of these calls.
+    """
 
     pool: str
     rank: int
@@ -53,11 +56,11 @@ class Watched:
 
     @property
     def span(self) -> dict[str, Any]:
-        """The one that took longest in proportion to its limit."""
+        """Span that took longest in proportion to its limit."""
         return max(self.spans, key=lambda each: each["age_s"] / (each["allowed_s"] or 1e9), default={})
 
     def line(self) -> str:
-        """What it is at, for people."""
+        """Describe the rank's current work, for people."""
         span = self.span
         at = " > ".join(span["in"]) if span else f"it has not begun {', '.join(self.called) or 'anything'}"
         text = f"{self.name} (process {self.pid}, state {self.state}): {at}"
@@ -69,22 +72,28 @@ class Watched:
 
 
 class WatchedGroup(Protocol):
-    """Ranks of a pool. spare: the run goes on without them."""
+    """Group of the ranks of a pool.
+
+    spare: the run goes on without them.
+    """
 
     name: str
     spare: bool
 
     def watched(self) -> list[Watched]:
-        """Its ranks, with what they were asked for."""
+        """List the group's ranks, with the calls that they have not answered."""
         ...
 
     def end(self, error: WorkerStalled) -> NoReturn:
-        """Stop them all and raise `error`."""
+        """Stop all ranks of the group and raise `error`."""
         ...
 
 
 class Watchdog:
-    """Looks after `groups`. stall_timeout: [s] trainer.stall_timeout; None: never."""
+    """Watchdog of `groups`.
+
+    stall_timeout: [s] trainer.stall_timeout; None: never.
+    """
 
     def __init__(self, stall_timeout: float | None, run_id: str) -> None:
         self.stall_timeout, self._run_id = stall_timeout, run_id
@@ -94,11 +103,11 @@ class Watchdog:
 
     @property
     def interval_s(self) -> float:
-        """Between two looks."""
+        """Seconds between two looks."""
         return 30.0 if self.stall_timeout is None else min(30.0, self.stall_timeout / 6)
 
     def look_when_due(self) -> None:
-        """`look`, at most once in `interval_s`: for those that wait for something else than a call."""
+        """Take a look if `interval_s` has passed since the last one; for a thread that waits for no call."""
         if time.monotonic() - self._looked >= self.interval_s:
             self.look()
 
@@ -121,7 +130,7 @@ class Watchdog:
             self._looked = time.monotonic()
 
     def _verdict(self) -> tuple[list[Watched], list[Watched], list[Watched]]:
-        """Those that are stopped for too long, those that are late in a pool in which nobody works, and all ranks."""
+        """Return the ranks stopped for too long, the late ones of pools in which no rank works, and all ranks."""
         ranks, now = [rank for group in self.groups for rank in group.watched()], time.monotonic()
         self._see(ranks)
         for rank in ranks:
@@ -178,7 +187,7 @@ class Watchdog:
                 rank.collective = each.get("collective", {})
 
     def _judge(self, rank: Watched, now: float, seen_s: float) -> None:
-        """late, busy."""
+        """Set the rank's `late` and `busy`."""
         assert self.stall_timeout is not None
         limits = [(min(each["age_s"], seen_s), each["allowed_s"]) for each in rank.spans if each["whom"] != DRIVER]
         if rank.called and not rank.spans:
@@ -196,7 +205,7 @@ class Watchdog:
 
 
 def _cause(stopped: Sequence[Watched], late: Sequence[Watched], ranks: Sequence[Watched]) -> tuple[Watched, str]:
-    """Whom the others wait for, and why."""
+    """Find the rank that the others wait for, and the reason."""
     for rank in (*stopped, *(each for each in ranks if each.called and each.state == "T")):
         return rank, stopped_text(rank.pid)
     for rank in ranks:
@@ -213,7 +222,7 @@ def _cause(stopped: Sequence[Watched], late: Sequence[Watched], ranks: Sequence[
 
 
 def _behind(ranks: Sequence[Watched]) -> tuple[Watched, str] | None:
-    """The rank that has begun fewer collectives of a process group than its partners, who wait there."""
+    """Find the rank that has begun fewer collectives of a process group than its partners, who wait there."""
     pools = dict.fromkeys(rank.pool for rank in ranks if rank.called)
     for mine in ([rank for rank in ranks if rank.pool == pool] for pool in pools):
         for group in dict.fromkeys(name for rank in mine for name in rank.collective):
@@ -231,7 +240,7 @@ def _look_here(jobs: Sequence[tuple[int, str]]) -> list[dict[str, Any]]:
 
 
 def _stacks_of(ranks: Sequence[Watched]) -> dict[str, str]:
-    """The stacks of these ranks' threads, by rank. A stopped one is let go on for it: its end follows."""
+    """Collect the stacks of these ranks' threads, by rank. A stopped rank is continued for it: its end follows."""
     found: dict[str, str] = {}
     for node in dict.fromkeys(rank.node_id for rank in ranks):
         here = [rank for rank in ranks if rank.node_id == node]
@@ -252,7 +261,7 @@ def _stacks_here(jobs: Sequence[tuple[int, str]]) -> list[str]:
 
 
 def _write_report(path: Path, message: str, stacks: Mapping[str, str]) -> None:
-    """All that is known, into a file: it is added to."""
+    """Append all that is known to a file."""
     with path.open("a", encoding="utf-8") as file:
         file.write(f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} ===\n{message}\n\n")
         for name, text in stacks.items():

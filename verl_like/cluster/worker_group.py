@@ -1,4 +1,4 @@
-"""What the trainer knows about its workers: a group of ranks, calls, results, errors.
+"""Interface of the trainer to its workers: a group of ranks, calls, results, errors.
 
 A worker is any class constructed as `Worker(spec, rank_env)`. It may have a method `shutdown()`, called once when the
 group stops in good order, and `run(role, method, *arguments)`, which gets the calls named "role.method". It is named by
@@ -20,7 +20,7 @@ RUN_ID_VARIABLE = "VERL_LIKE_RUN_ID"  # in the environment of every process of a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEnv:
-    """Where one worker stands in its group.
+    """Position of one worker in its group.
 
     Example: RankEnv(rank=1, world_size=2, local_rank=1, local_world_size=2, node_rank=0, master_address="127.0.0.1",
     master_port=23456, run_id="vl3f9c02aa", device="cpu")
@@ -46,8 +46,10 @@ class RankEnv:
 
 
 def memory_id(run_id: str, group: str) -> str:
-    """What the names of a group's entries in /dev/shm have in them, and those of no other group: it is cleaned up
-    alone, while others of the run go on."""
+    """Make the mark in the names of a group's entries in /dev/shm, and of no other group's.
+
+    A group is cleaned up by it alone, while others of the run go on.
+    """
     return f"{run_id}.{group}."
 
 
@@ -92,7 +94,7 @@ class WorkerDied(WorkerError):
 
 
 class WorkerTimeout(WorkerError):
-    """Some ranks did not answer in time; `ranks` says which."""
+    """Error of ranks that did not answer in time; `ranks` says which."""
 
 
 class WorkerStalled(WorkerTimeout):
@@ -107,7 +109,7 @@ class PendingResult(Protocol):
     """The results of one call, perhaps still being computed."""
 
     def done(self) -> bool:
-        """Whether `wait` would return or raise at once."""
+        """True where `wait` would return or raise at once."""
         ...
 
     def wait(self, timeout: float | None = None) -> list[Any]:
@@ -146,7 +148,7 @@ def new_run_id() -> str:
 
 
 def resolve_import_path(path: str) -> Any:
-    """The object named by "package.module:Name".
+    """Return the object named by "package.module:Name".
 
     Raises ValueError for a malformed path or a missing name; errors of the module's own import pass through.
     """
@@ -160,7 +162,7 @@ def resolve_import_path(path: str) -> Any:
 
 
 def method_of(worker: Any, name: str) -> Callable[..., Any]:
-    """What a call runs: the worker's method, or for "role.method" the `run` of a worker that hosts roles."""
+    """Return the function that a call runs: the worker's method, or for "role.method" the `run` of a host of roles."""
     role, _, method = name.rpartition(".")
     return partial(worker.run, role, method) if role else getattr(worker, name)
 

@@ -24,11 +24,13 @@ _CHUNK = 1000  # prompts per task of the worker processes
 
 
 class PromptEncoder:
-    """Messages -> token ids with a chat template. Picklable.
+    """Encoder of messages to token ids with a chat template. Picklable.
 
-    template: Jinja text that replaces the tokenizer's own, "" for no template at all, None for the tokenizer's own.
     Without a template (base models) a single user message is the prompt itself, with the tokenizer's own special tokens
-    (BOS); anything else is an error. spelled: what becomes of control tokens that messages or tools spell out.
+    (BOS); anything else is an error.
+
+    template: Jinja text that replaces the tokenizer's own; "" for no template at all; None for the tokenizer's own.
+    spelled: treatment of control tokens that messages or tools spell out.
     continues: data.continue_final_message.
     """
 
@@ -89,8 +91,10 @@ class PromptEncoder:
 
     def render(self, conversation: Conversation, *, to_answer: bool = True) -> str:
         """The prompt as text, up to where the policy goes on: after the generation prompt, or in the last message if it
-        is an assistant's; to_answer=False: the whole conversation. ValueError if the template refuses the messages, or
-        to leave such a message open."""
+        is an assistant's; to_answer=False: the whole conversation.
+
+        Raises ValueError if the template refuses the messages, or to leave such a message open.
+        """
         messages, tools = conversation
         if not self.has_template:
             return whole(self._plain_prompt(messages))
@@ -107,7 +111,10 @@ class PromptEncoder:
 
     def begun(self, messages: Messages) -> str | None:
         """The text of a last message that is the assistant's: the answer with which the policy goes on; "" if it is
-        blank. None without one, or with data.continue_final_message=False. ValueError for more than text."""
+        blank. None without one, or with data.continue_final_message=False.
+
+        Raises ValueError for more than text.
+        """
         last = messages[-1] if messages and self.continues else {}
         if last.get("role") != "assistant":
             return None
@@ -164,7 +171,10 @@ class PromptEncoder:
 
 
 def truncate(ids: list[int], limit: int, how: Truncation, place: str) -> list[int]:
-    """At most `limit` tokens. left keeps the end, right the start, middle both ends; error raises ValueError."""
+    """Cut a prompt to `limit` tokens.
+
+    how: left keeps the end, right the start, middle both ends; error raises ValueError, which names `place`.
+    """
     if len(ids) <= limit:
         return ids
     if how == Truncation.left:

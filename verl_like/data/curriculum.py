@@ -28,11 +28,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ScoredBatch:
-    """What `update` gets: the fields of verl's DataProto that curricula read. One row per response.
+    """Argument of `update`: the fields of verl's DataProto that curricula read. One row per response.
 
-    batch: token_level_scores [B, R] (the score on the last token; rows whose reward failed hold NaN), responses,
-    response_mask. non_tensor_batch: index, uid (the prompt's group), data_source, reward_model, extra_info and each
-    further value of the reward function.
+    batch: token_level_scores [B, R] (the score on the last token; rows whose reward failed hold NaN), responses [B, R]
+        and response_mask [B, R].
+    non_tensor_batch: index, uid (the prompt's group), data_source, reward_model, extra_info and each further value of
+        the reward function, [B] each.
     """
 
     batch: dict[str, Tensor]
@@ -158,7 +159,7 @@ class CustomSampler(Sampler):
         return {**place, **self._drawn_state(), "sampler": own, "identity": self._identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state. ValueError if the data set is another one."""
+        """Continue from a saved state. Raises ValueError if the data set is another one."""
         check_identity(state["identity"], self._identity)
         if self._resumes and state["sampler"] is not None:
             self._sampler.load_state_dict(state["sampler"])

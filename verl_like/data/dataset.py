@@ -47,7 +47,7 @@ _FIRST, _DECODING_S = 16, 5.0  # rows whose images it decodes before others, and
 
 
 class Dataset(Protocol):
-    """What the trainer needs of a data set: PromptDataset, or a user's torch data set in `foreign.ForeignDataset`."""
+    """Data set as the trainer needs it: PromptDataset, or a user's torch data set in `foreign.ForeignDataset`."""
 
     def __len__(self) -> int: ...
 
@@ -66,7 +66,7 @@ class Dataset(Protocol):
         ...
 
     def identity(self) -> dict[str, Any]:
-        """What a saved sampler position refers to. JSON-able."""
+        """Describe the rows that a saved sampler position refers to. JSON-able."""
         ...
 
     def num_media(self) -> int:
@@ -74,22 +74,24 @@ class Dataset(Protocol):
         ...
 
     def check_rows(self) -> None:
-        """ValueError for a row that cannot be used, as far as that can be found quickly: before processes start."""
+        """Raise ValueError for a row that cannot be used, as far as a quick look before processes start finds it."""
         ...
 
 
 class PromptDataset:
-    """The prompts of `files`, in file order, after data.*_max_samples and data.filter_overlong_prompts.
+    """Data set of the prompts of `files`, in file order, after data.*_max_samples and data.filter_overlong_prompts.
 
     dataset[i] -> (token ids, PromptRow). Prompts are tokenised when first asked for and kept; with
     data.filter_overlong_prompts all are tokenised at once. PromptRow.index counts the rows of all files, also those
-    that were dropped.
+    that were dropped. A class of your own (data.custom_cls) derives from this one and may override `messages` or `row`.
 
-    files: a path, a list, or a dictionary of named validation sets. split: "train" or "val": whose max_samples counts
-    (for each named set), and which key messages name. seed: used where data.seed is null. tools: schemas that the
-    prompts of rows without any (data.tools_key) offer; what extra_info.tool_selection names of them, where it does.
-    vision: of the model, which reads images then. limit_images: most of one prompt.
-    A class of your own (data.custom_cls) derives from this one and may override `messages` or `row`.
+    files: a path, a list, or a dictionary of named validation sets.
+    split: "train" or "val": whose max_samples counts (for each named set), and which key messages name.
+    seed: used where data.seed is null.
+    tools: schemas that the prompts of rows without any (data.tools_key) offer; of them those that
+        extra_info.tool_selection names, where a row has it.
+    vision: processor of a model that reads images.
+    limit_images: most images of one prompt.
     """
 
     def __init__(
@@ -220,11 +222,11 @@ class PromptDataset:
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
     def domains(self) -> list[str]:
-        """See Dataset."""
+        """List the data source of each row that is left, in order."""
         return [self._sources[position] for position in self._kept]
 
     def agents(self) -> list[str]:
-        """See Dataset."""
+        """List all agent names of the rows, sorted."""
         columns = [f.rows.column("agent_name") for f in self.files if "agent_name" in f.rows.columns]
         return sorted({str(name or "") for column in columns for name in column})
 
@@ -241,7 +243,7 @@ class PromptDataset:
         return sorted(set(zip(self._sources, styles, strict=True)))
 
     def without_ground_truth(self) -> Iterator[tuple[DataFile, list[int], int]]:
-        """Each file with those of its used rows that have no reference answer, and the number of its used rows."""
+        """Yield each file, those of its used rows that have no reference answer, and the number of its used rows."""
         for file, end in zip(self.files, self._ends, strict=True):
             rows = self._kept - (end - len(file.rows))
             used = rows[(rows >= 0) & (rows < len(file.rows))]
@@ -249,14 +251,16 @@ class PromptDataset:
             yield file, missing.tolist(), len(used)
 
     def identity(self) -> dict[str, Any]:
-        """See Dataset: the files' content and the rows kept of it."""
+        """Describe the files' content and the rows kept of it."""
         kept = hashlib.blake2b(np.ascontiguousarray(self._kept).tobytes(), digest_size=16).hexdigest()
         return {"files": [file.identity() for file in self.files], "rows": len(self), "kept": kept}
 
     def check_rows(self) -> None:
-        """See Dataset: that prompts say what their rows say (`prompt_truth`); the first row, the first whose text has
-        <image> or <video>, and with data.truncation=error (and no filter, which has seen all) those with the longest
-        texts."""
+        """Check that prompts say what their rows say (`prompt_truth`), and encode the rows most likely to fail.
+
+        These are the first row, the first whose text has <image> or <video>, and with data.truncation=error those with
+        the longest texts (unless a filter has seen all rows).
+        """
         tags = [f"<{kind}>" for kind in self._media_keys]
         lengths, tagged = [], []  # by position in the files
         for file in self.files:
@@ -276,8 +280,10 @@ class PromptDataset:
         self._look_through_media()
 
     def _look_through_media(self) -> None:
-        """MediaError, with how many, for images and videos that are damaged behind their headers: of the first rows,
-        then of others by chance, as many as _DECODING_S are enough for."""
+        """Decode images and videos: of the first rows, then of random others, as many as _DECODING_S are enough for.
+
+        Raises MediaError, which counts them, for those that are damaged behind their headers.
+        """
         rows = [int(position) for position in self._kept if self._has_media(int(position))]
         rows[_FIRST:] = np.random.default_rng(0).permutation(rows[_FIRST:]).tolist()
         end, done, damaged = time.monotonic() + _DECODING_S, 0, list[MediaError]()
@@ -298,7 +304,7 @@ class PromptDataset:
         return (row.messages, row.tools), self._place(position)
 
     def num_media(self) -> int:
-        """See Dataset."""
+        """Count the rows with images or videos."""
         return sum(self._has_media(int(position)) for position in self._kept)
 
     def _has_media(self, position: int) -> bool:
@@ -338,7 +344,7 @@ class PromptDataset:
         return {"prompt_id": prompt_id, "prompt_id_ids": ids}
 
     def _locate(self, position: int) -> tuple[int, int]:
-        """(number of the file, row in it)."""
+        """Return the number of the file, and the row in it."""
         number = bisect_right(self._ends, position)
         return number, position - (self._ends[number - 1] if number else 0)
 

@@ -31,7 +31,7 @@ def tags_of_groups(groups: EnvGroupsConfig, num_groups: int) -> list[str]:
 
 
 def environment_of(env: EnvConfig, groups: EnvGroupsConfig, tag: str) -> dict[str, Any]:
-    """What extra_info.environment of a row says, but for seed and split."""
+    """Make the content of a row's extra_info.environment, but for seed and split."""
     entry = dict(env.custom.get(tag) or {})
     kind = entry.pop("type", tag)
     return {"tag": tag, "kind": kind, "format_penalty": groups.format_penalty, **entry}
@@ -39,7 +39,10 @@ def environment_of(env: EnvConfig, groups: EnvGroupsConfig, tag: str) -> dict[st
 
 @dataclass(frozen=True)
 class EnvironmentDataset:
-    """See `data.dataset.Dataset`. num_rows: starts that there are; then they come again."""
+    """Data set of environments' starts (`data.dataset.Dataset`).
+
+    num_rows: number of different starts; then they come again.
+    """
 
     env: EnvConfig
     encoder: Any
@@ -52,7 +55,7 @@ class EnvironmentDataset:
     def train(
         cls, env: EnvConfig, encoder: Any, *, seed: int, batch_size: int, steps: int | None
     ) -> EnvironmentDataset:
-        """ValueError where the groups cannot fill a step."""
+        """Make the data set of training. Raises ValueError where the groups cannot fill a step."""
         num_groups = env.train.num_groups or sum(env.train.groups_per_tag) or batch_size
         rounds, most = -(-batch_size // num_groups), env.train.max_traj_per_env
         if most is not None and most < rounds:
@@ -117,6 +120,6 @@ class EnvironmentDataset:
 
 
 def kinds_of(env: EnvConfig) -> Sequence[tuple[str, str]]:
-    """Every kind and configuration, as JSON, that the run's rows play."""
+    """List the kinds of environments that the run's rows play, each with its configuration as JSON."""
     played = [environment_of(env, groups, tag) for groups in (env.train, env.val) for tag in groups.tags]
     return tuple(dict.fromkeys((each["kind"], json.dumps(each.get("config") or {}, default=str)) for each in played))

@@ -89,7 +89,7 @@ def as_attributes(node: Any) -> Any:
 
 
 def section_of(data: DataConfig) -> AttributeDict:
-    """`data.*` as classes of the user's get it: keys of data.extra stand beside ours."""
+    """Make the `data.*` that classes of the user's get: keys of data.extra stand beside ours."""
     return AttributeDict(as_attributes(data.extra) | as_attributes(data))
 
 
@@ -138,20 +138,20 @@ class ForeignDataset:
         )
 
     def reward_styles(self) -> list[tuple[str, str]]:
-        """See Dataset."""
+        """List all different (data_source, reward_model.style), sorted."""
         return sorted(set(self._all_styles()))
 
     def domains(self) -> list[str]:
-        """See Dataset."""
+        """List the data source of each row, in order."""
         return [source for source, _ in self._all_styles()]
 
     def agents(self) -> list[str]:
-        """See Dataset."""
+        """List all agent names of the rows, sorted."""
         self._all_styles()
         return sorted(self._agents)
 
     def _all_styles(self) -> list[tuple[str, str]]:
-        """(data source, style) of each row: from verl's `dataframe` if there is one, else by reading all rows."""
+        """List (data source, style) of each row: from verl's `dataframe` if there is one, else by reading all rows."""
         if self._styles is None:
             frame = getattr(self.rows, "dataframe", None)
             rows = self.rows if frame is None or len(frame) != len(self) else frame
@@ -161,16 +161,16 @@ class ForeignDataset:
         return self._styles
 
     def identity(self) -> dict[str, Any]:
-        """See Dataset: the class, its size and the names and sizes of its files."""
+        """Describe the class, its size and the names and sizes of its files."""
         files = [{"name": path.name, "bytes": path.stat().st_size} for path in self.paths if path.is_file()]
         return {"class": type(self.rows).__name__, "rows": len(self), "foreign_files": files}
 
     def check_rows(self) -> None:
-        """See Dataset: the first row; the others are the class's own business."""
+        """Check the first row; the others are the class's own business."""
         self[0]
 
     def num_media(self) -> int:
-        """See Dataset: verl's data sets put pixels into multi_modal_data."""
+        """Return 1 if the first row has media, else 0: verl's data sets put pixels into multi_modal_data."""
         return int("multi_modal_data" in self.rows[0])
 
     def _messages(self, row: dict[str, Any], place: str) -> list[dict[str, Any]]:

@@ -47,7 +47,7 @@ class PromptLoader:
 
     @property
     def learns(self) -> bool:
-        """Whether the order of what is drawn depends on what became of the rows before."""
+        """True where the order of the draws depends on the results of earlier rows."""
         return self._sampler.learns
 
     @property
@@ -65,7 +65,7 @@ class PromptLoader:
         self._sampler.give_back([(prompt.position, prompt.group) for prompt in unused])
 
     def feedback(self, rollouts: Rollouts, scores: Scores) -> None:
-        """What became of the last batch: for a sampler of the user's that learns from it."""
+        """Pass the results of the last batch to a sampler that learns from them."""
         self._sampler.feedback(rollouts, scores)
 
     def state_dict(self) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class PromptLoader:
         return self._sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where the state was saved. ValueError if the data set changed."""
+        """Continue from a saved state. Raises ValueError if the data set changed."""
         self._sampler.load_state_dict(state)
 
 
@@ -96,7 +96,10 @@ def read_prompts(dataset: Dataset, positions: Sequence[int], groups: Sequence[in
 def iterate_all(
     dataset: Dataset, batch_size: int | None = None, *, shuffle: bool = False, seed: int = 1
 ) -> Iterator[list[Prompt]]:
-    """Every prompt once, the last batch may be short; batch_size None: all in one. A group's number is its position."""
+    """Yield batches with each prompt once; the last one may be short. A group's number is its position.
+
+    batch_size: prompts of a batch; None: all in one.
+    """
     order = np.random.default_rng(seed).permutation(len(dataset)) if shuffle else np.arange(len(dataset))
     size = len(order) if batch_size is None else batch_size
     for start in range(0, len(order), size):

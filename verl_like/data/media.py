@@ -60,10 +60,11 @@ def handles(path: Path, columns: list[MediaColumn], row: dict[str, Any], number:
 def insert_media(
     messages: list[dict[str, Any]], media: list[MediaHandle], columns: dict[str, str], place: str
 ) -> list[dict[str, Any]]:
-    """Messages whose <image> and <video> tags became content parts ({"type": "image"}), as chat templates want them.
+    """Turn <image> and <video> tags of messages into content parts ({"type": "image"}), as chat templates want them.
 
-    columns: {kind: column} of the kinds that have one; the tags of another kind are plain text. ValueError unless there
-    are as many tags as images and videos.
+    Raises ValueError unless there are as many tags as images and videos.
+
+    columns: {kind: column} of the kinds that have one; the tags of another kind are plain text.
     """
     tags = [f"<{kind}>" for kind in columns]
     split = [{**m, "content": _parts(m["content"], tags)} if _has_tag(m, tags) else m for m in messages]
@@ -80,7 +81,7 @@ def insert_media(
 
 
 def refuse_tags(messages: list[dict[str, Any]], missing: dict[str, str], place: str) -> None:
-    """ValueError for a tag whose kind has a column ({kind: name}) that the file does not have."""
+    """Raise ValueError for a tag whose kind has a column ({kind: name}) that the file does not have."""
     for kind, column in missing.items():
         if any(_has_tag(message, [f"<{kind}>"]) for message in messages):
             raise ValueError(

@@ -22,9 +22,10 @@ logger = logging.getLogger(__name__)
 
 
 class WeightedSampler(Sampler):
-    """Draws dataset positions by weight of their domain. Same methods and state rules as ResumableSampler.
+    """Sampler that draws dataset positions by weight of their domain. Same state rules as ResumableSampler.
 
-    domains: the data source of each position. weights: for every source that occurs; 0 leaves one out.
+    domains: the data source of each position.
+    weights: one for every source that occurs; 0 leaves a source out.
     """
 
     def __init__(
@@ -50,11 +51,11 @@ class WeightedSampler(Sampler):
 
     @property
     def epoch(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """As many rows as the whole data set has were drawn this often."""
+        """Count the times that as many rows were drawn as the whole data set has."""
         return self.draws // self._num_rows
 
     def check_batch(self, batch_size: int) -> None:
-        """ValueError if a source's share of a batch is more than its rows: a prompt would be in a batch twice."""
+        """Raise ValueError if a source's share of a batch is more than its rows: a prompt would be in a batch twice."""
         for name, weight in self.weights.items():
             share, rows = math.ceil(weight * batch_size), len(self._positions[name])
             if share > rows:
@@ -64,7 +65,7 @@ class WeightedSampler(Sampler):
                 )
 
     def _fresh(self, count: int, *, drop_last: bool) -> list[int]:
-        """No epoch ends here, so nothing of one is ever dropped."""
+        """Draw rows by weight. Epochs do not end here, so that `drop_last` drops none."""
         return [self._next() for _ in range(count)]
 
     def _next(self) -> int:
@@ -101,7 +102,10 @@ class WeightedSampler(Sampler):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state. ValueError if the data set is another one; changed weights count from here."""
+        """Continue from a saved state; changed weights count from here.
+
+        Raises ValueError if the data set is another one.
+        """
         if "drawn" not in state:
             raise ValueError(
                 "the checkpoint was written without data.domain_weights, so the run cannot continue where it stopped; "

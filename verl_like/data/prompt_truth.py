@@ -35,7 +35,12 @@ _Change = Callable[[str, str], str]  # of a text: (what it is, the text)
 
 
 class Findings(NamedTuple):
-    """What is wrong with a prompt, what its template does on purpose, and its text."""
+    """Findings about a prompt.
+
+    errors: mistakes of the prompt.
+    notes: things that its template does on purpose.
+    text: the prompt's text.
+    """
 
     errors: list[str]
     notes: list[str]
@@ -43,8 +48,10 @@ class Findings(NamedTuple):
 
 
 class Survey:
-    """What all rows of a file have: the first with each kind of message, those in which a user says nothing, and those
-    that spell special tokens out.
+    """Survey of all rows of a file.
+
+    It keeps the first row with each kind of message, the rows in which a user says nothing, and those that spell
+    special tokens out.
 
     own_tools: rows bring tools of their own, which a prompt must show; a model may know those of the run without.
     """
@@ -69,7 +76,7 @@ class Survey:
 
 
 def look(encoder: PromptEncoder, conversation: Conversation, *, own_tools: bool = True) -> Findings:
-    """Compare a prompt with its messages and tools. ValueError if the template refuses them."""
+    """Compare a prompt with its messages and tools. Raises ValueError if the template refuses them."""
     messages, tools = conversation
     errors = list(_wrong_messages(encoder, messages)) if encoder.has_template else []
     if errors:
@@ -95,8 +102,10 @@ def look(encoder: PromptEncoder, conversation: Conversation, *, own_tools: bool 
 
 
 def own_text(encoder: PromptEncoder) -> str:
-    """What the template says of its own accord before a conversation without a system message, Qwen2.5's default system
-    prompt for instance; "" for marks and roles alone."""
+    """Return the text that the template adds of its own accord before a conversation without a system message.
+
+    That is Qwen2.5's default system prompt, for instance; "" where only marks and roles are added.
+    """
     try:
         head, found, _ = encoder.render(([{"role": "user", "content": "standin"}], None)).partition("standin")
     except ValueError:
@@ -109,10 +118,12 @@ def own_text(encoder: PromptEncoder) -> str:
 def check_file(
     path: str, survey: Survey, used: Sequence[int], read: Callable[[int], tuple[Conversation, str]], *, seed: int
 ) -> None:
-    """Look at rows of a file. ValueError, with the row, for the first prompt that is not what its row says; what else
-    there is to say is logged once.
+    """Check rows of a file, and log once whatever is worth a note.
 
-    used: positions of the rows. read: (conversation, its place for messages) of a position.
+    Raises ValueError, which names the row, for the first prompt that is not what its row says.
+
+    used: positions of the rows.
+    read: function that gives the conversation of a position, and its place for messages.
     """
     encoder, rows = survey.encoder, set(used)
     drawn = np.random.default_rng(seed).permutation(used)[:SAMPLED].tolist()
@@ -150,14 +161,14 @@ def check_file(
 
 
 def _lost(encoder: PromptEncoder, conversation: Conversation, text: str) -> str:
-    """The characters of a prompt that do not come out of its tokens, in whatever case and form."""
+    """Collect the characters of a prompt that do not come out of its tokens, in whatever case and form."""
     decoded = encoder.tokenizer.decode(encoder.encode([conversation])[0], skip_special_tokens=False)
     said, shown = (set(unicodedata.normalize("NFKD", each).casefold()) for each in (text, decoded))
     return "".join(sorted(sign for sign in said - shown if sign.isprintable() and not sign.isspace()))
 
 
 def _wrong_messages(encoder: PromptEncoder, messages: Messages) -> Iterator[str]:
-    """Roles that neither the template nor anybody knows, and messages that say nothing."""
+    """Yield messages that say nothing, and roles that neither the template nor anybody knows."""
     source = str(encoder.template_kwargs.get("chat_template") or encoder.tokenizer.chat_template)
     known = [*_ROLES, *(role for names in _COMPARED.findall(source) for role in re.findall(r"\w+", names))]
     for number, message in enumerate(messages):
@@ -176,7 +187,7 @@ def _wrong_messages(encoder: PromptEncoder, messages: Messages) -> Iterator[str]
 
 
 def _shown(encoder: PromptEncoder, conversation: Conversation, text: str) -> Iterator[tuple[str, str, bool]]:
-    """(what it is, the text, whether the prompt shows it) of everything that a prompt must hold."""
+    """Yield each part that a prompt must hold: its name, its text, and whether the prompt shows it."""
     texts, shown = list[tuple[str, str]](), set[int]()
 
     def rendered(change: Callable[[str, str], str]) -> None:
@@ -208,7 +219,7 @@ def _is_text(part: Any) -> bool:
 
 
 def _changed(conversation: Conversation, change: _Change) -> Conversation:
-    """The conversation with every text changed that its prompt must hold."""
+    """Copy the conversation with every text changed that its prompt must hold."""
     messages = list[dict[str, Any]]()
     for number, message in enumerate(conversation[0]):
         what = f"message {number} ({message['role']})"
@@ -230,7 +241,7 @@ def _changed(conversation: Conversation, change: _Change) -> Conversation:
 
 
 def _with_names(tool: dict[str, Any], what: str, change: _Change) -> dict[str, Any]:
-    """A tool's schema or a call of one, the names of tool and parameters changed."""
+    """Copy a tool's schema, or a call of one, with the names of tool and parameters changed."""
     if "function" in tool:
         return {**tool, "function": _with_names(tool["function"], what, change)}
     tool = {**tool, "name": change(what, str(tool.get("name")))}

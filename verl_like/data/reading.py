@@ -52,7 +52,7 @@ class DataFile:
         return list(missing)
 
     def identity(self) -> dict[str, Any]:
-        """Equal for equal content, wherever the file lies."""
+        """Describe the content: equal for equal content, wherever the file lies."""
         return {"name": self.path.name, "bytes": self.size, "rows": len(self.rows), "digest": self.digest}
 
 
@@ -84,7 +84,7 @@ def _wanted(data: DataConfig) -> set[str]:
 
 
 def prompt_column(data: DataConfig) -> tuple[str, str]:
-    """(column of the prompt, key that names it): data.messages_key where it is set, else data.prompt_key."""
+    """Return the prompt's column and the key that names it: data.messages_key where set, else data.prompt_key."""
     if data.messages_key is not None:
         return data.messages_key, "data.messages_key"
     return data.prompt_key, "data.prompt_key"
@@ -170,7 +170,7 @@ def to_messages(prompt: Any, place: str) -> list[dict[str, Any]]:
 
 
 def style_of(row: dict[str, Any]) -> str:
-    """reward_model.style, or an empty string."""
+    """Return the row's reward_model.style, or an empty string."""
     reward_model = row.get("reward_model")
     return str(reward_model.get("style") or "") if isinstance(reward_model, dict) else ""
 
@@ -190,7 +190,7 @@ def ground_truth_of(row: dict[str, Any], place: str, column: str | None = None) 
 
 
 def is_empty(value: Any) -> bool:
-    """Nothing, not a number, text of blanks and what has no width, and what holds nothing else."""
+    """True for None, NaN, text of blanks and characters without width, and containers of nothing else."""
     if isinstance(value, str):
         return not any(sign.isprintable() and not sign.isspace() for sign in value)
     if isinstance(value, dict | list):

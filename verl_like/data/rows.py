@@ -127,7 +127,9 @@ AnyRows = TableRows | RecordRows
 
 
 def read_rows(path: Path, wanted: Collection[str] | None = None) -> AnyRows:
-    """All rows of a local file; the format follows from its name. ValueError says what is wrong with it, and where.
+    """All rows of a local file; the format follows from its name.
+
+    Raises ValueError, which says what is wrong with it, and where.
 
     wanted: columns that are needed; a table leaves out the others (images, say) where the format allows it.
     """
@@ -220,7 +222,10 @@ def _whole_rows(path: Path, records: list[Any], columns: Iterable[str]) -> Recor
 
 
 def whole_of(value: Any, place: str) -> Any:
-    """`whole`, with a warning once a file: JSON in a cell, or what a class of the user's gives, may hold halves too."""
+    """Replace halves of surrogate pairs by `whole`, with a warning once a file.
+
+    JSON in a cell, or the value of a user's class, may hold them too.
+    """
     clean, file = whole(value), place.rpartition(", row ")[0] or place
     if clean != value and file not in _told:
         _told.add(file)

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class Sampler(ABC):
-    """What the loader draws from: ResumableSampler, mixing.WeightedSampler or curriculum.CustomSampler.
+    """Source of rows for the loader: ResumableSampler, mixing.WeightedSampler or curriculum.CustomSampler.
 
     The base numbers the rows, and keeps those that were given back.
     """
@@ -45,7 +45,7 @@ class Sampler(ABC):
         self.returned = sorted([*self.returned, *unused], key=lambda pair: pair[1])
 
     def feedback(self, rollouts: Rollouts, scores: Scores) -> None:  # noqa: B027 (a choice, not a duty)
-        """What became of the rows of a step; nothing, for an order that is fixed."""
+        """Learn from the results of a step's rows; does nothing for a fixed order."""
 
     @abstractmethod
     def _fresh(self, count: int, *, drop_last: bool) -> list[int]:
@@ -64,7 +64,7 @@ class Sampler(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state. ValueError if the data set is another one."""
+        """Continue from a saved state. Raises ValueError if the data set is another one."""
 
 
 class ResumableSampler(Sampler):
@@ -84,7 +84,7 @@ class ResumableSampler(Sampler):
         self._order = self._epoch_order()
 
     def draw(self, count: int, *, drop_last: bool = True) -> tuple[list[int], list[int]]:
-        """See Sampler."""
+        """Draw `count` rows. Raises ValueError if the data set has fewer, or count is not positive."""
         if not 0 < count <= self._num_rows:
             raise ValueError(f"cannot draw {count} rows at a time from a data set of {self._num_rows}")
         return super().draw(count, drop_last=drop_last)
@@ -114,7 +114,7 @@ class ResumableSampler(Sampler):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state. ValueError if the data set is another one."""
+        """Continue from a saved state. Raises ValueError if the data set is another one."""
         check_identity(state["identity"], self._identity)
         if "position" not in state:
             raise ValueError(
@@ -138,7 +138,7 @@ class ResumableSampler(Sampler):
 
 
 def check_identity(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """ValueError, with both descriptions, unless the data set is the one that a checkpoint was written with."""
+    """Raise ValueError, with both descriptions, unless the data set is the one that a checkpoint was written with."""
     if json.dumps(saved, sort_keys=True) != json.dumps(now, sort_keys=True):
         raise ValueError(
             "the training data changed since the checkpoint was written, so the run cannot continue where it "

@@ -1,4 +1,4 @@
-"""From the names in data.*_files to local files: remote ones are fetched once into a cache, or into shared memory.
+"""Resolver of the names in data.*_files to local files: remote ones are fetched once, to a cache or shared memory.
 
 hdfs, s3, gs and the like are opened by pyarrow's own file systems where it has one, everything else by fsspec, so that
 plain pyarrow is enough for S3 and an installed fsspec driver (gcsfs, adlfs ...) adds its scheme.
@@ -54,7 +54,7 @@ def localize(name: str, *, cache_dir: str | None, use_shm: bool, key: str) -> Pa
 
 
 def is_remote(name: str) -> bool:
-    """Whether the name has a scheme other than file://."""
+    """True where the name has a scheme other than file://."""
     return "://" in name and not name.startswith("file://")
 
 
@@ -81,7 +81,7 @@ def _fetched(url: str, cache_dir: str, key: str) -> Path:
 
 
 def _look_up(url: str) -> RemoteFile:
-    """Size and version of a remote file. FileNotFoundError if there is none."""
+    """Size and version of a remote file. Raises FileNotFoundError if there is none."""
     if urlsplit(url).scheme in _ARROW_SCHEMES:
         return _look_up_arrow(url.replace("gcs://", "gs://", 1))
     system, path = fsspec.core.url_to_fs(url)
@@ -105,7 +105,7 @@ def _look_up_arrow(url: str) -> RemoteFile:
 
 
 def _write(source: IO[bytes], target: Path, size: int) -> None:
-    """Copy to `target`, which appears complete or not at all. OSError if the source ends early."""
+    """Copy to `target`, which appears complete or not at all. Raises OSError if the source ends early."""
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name)
     try:

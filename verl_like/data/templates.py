@@ -58,7 +58,7 @@ SYSTEM_PROMPTS: dict[str, str] = {
 
 
 def find_template(name: str) -> str | None:
-    """Jinja text of data.chat_template; None for native. ValueError for a file that is not there."""
+    """Jinja text of data.chat_template; None for native. Raises ValueError for a file that is not there."""
     if name in ("native", "none"):
         return None
     if name in TEMPLATES:
@@ -76,7 +76,10 @@ def find_template(name: str) -> str | None:
 
 
 def find_system_prompt(name: str | None) -> str | None:
-    """The text of data.system_prompt. ValueError for auto, which only a run with reward_model.rule can resolve."""
+    """The text of data.system_prompt.
+
+    Raises ValueError for auto, which only a run with reward_model.rule can resolve.
+    """
     if name == "auto":
         raise ValueError("data.system_prompt=auto is the prompt of reward_model.rule, which is not known here")
     return None if name is None else SYSTEM_PROMPTS.get(name, name)

@@ -34,8 +34,13 @@ class ShownRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """lengths: tokens of the prompts of the first `len(lengths)` rows. limit: data.max_prompt_length. adds: what the
-    chat template says of its own accord. problem: why a run would refuse the file."""
+    """View of a data file.
+
+    lengths: tokens of the prompts of the first `len(lengths)` rows.
+    limit: data.max_prompt_length.
+    adds: text that the chat template adds of its own accord.
+    problem: reason why a run would refuse the file.
+    """
 
     num_rows: int
     sources: list[tuple[str, int]]
@@ -48,9 +53,11 @@ class View:
 
 
 def view(config: PPOConfig, file: str, rows: Sequence[int], measure: int) -> View:
-    """Rows of a file under data.*, the tokenizer and the template of a configuration, nothing cut or dropped.
+    """Read rows of a file under data.*, the tokenizer and the template of a configuration, nothing cut or dropped.
 
-    measure: how many rows are tokenised for the lengths. ConfigError for a file or rows that cannot be read.
+    Raises ConfigError for a file or rows that cannot be read.
+
+    measure: how many rows are tokenised for the lengths.
     """
     with input_errors():
         policy, limit = config.actor_rollout_ref.model, config.data.max_prompt_length

@@ -37,9 +37,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceResult:
-    """One data source. n: prompts. mean: of the core variable (acc, where the reward gives it, else the reward).
-    best: pass@k of 0/1 values, else the mean of the best of k; None where k is 1. failed: rewards that could not be
-    computed; they are in no mean."""
+    """Result of one data source.
+
+    n: prompts.
+    mean: of the core variable (acc, where the reward gives it, else the reward).
+    best: pass@k of 0/1 values, else the mean of the best of k; None where k is 1.
+    failed: rewards that could not be computed; they are in no mean.
+    """
 
     source: str
     n: int
@@ -54,7 +58,11 @@ class SourceResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """metrics: all val-core/* and val-aux/* of a run's validation. seconds: of answering and grading."""
+    """Result of an evaluation.
+
+    metrics: all val-core/* and val-aux/* of a run's validation.
+    seconds: of answering and grading.
+    """
 
     sources: list[SourceResult]
     metrics: dict[str, float]
@@ -63,7 +71,10 @@ class Evaluation:
 
 
 def evaluate(config: PPOConfig) -> Evaluation:
-    """Answer and grade data.val_files as a run's validation does. ConfigError for what is wrong with the inputs."""
+    """Answer and grade data.val_files as a run's validation does.
+
+    Raises ConfigError for what is wrong with the inputs.
+    """
     _check_alone(config)
     with ExitStack() as stack:
         with input_errors():
@@ -104,7 +115,7 @@ def evaluate(config: PPOConfig) -> Evaluation:
 
 
 class _NoReplica:
-    """See `episodes.collector.Replicas`: episodes that ask no engine."""
+    """Stand-in for the replicas (`episodes.collector.Replicas`) of episodes that ask no engine."""
 
     def sample(self, work: Callable[[RolloutClient], Future[T]]) -> T:
         """Wait for what `work` does elsewhere."""
@@ -121,7 +132,7 @@ def _external(config: PPOConfig, inputs: build.Inputs, stack: ExitStack) -> Exte
 
 
 def _check_alone(config: PPOConfig) -> None:
-    """ConfigError where the configuration has nothing to validate on, or cannot be evaluated in one process."""
+    """Raise ConfigError where there are no validation sets, or the configuration cannot be evaluated in one process."""
     files, reward = config.data.val_files, config.reward_model
     if not files or (files == DataConfig().val_files and file_problem("data.val_files", files[0])):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""From a checkpoint to a Hugging Face folder, on a CPU, one file of weights at a time: `verl-like export`."""
+"""Export of a checkpoint to a Hugging Face folder, on a CPU, one file of weights at a time: `verl-like export`."""
 
 from __future__ import annotations
 
@@ -33,8 +33,12 @@ _OF_THE_FOLDER = {"config.json", "lora_train_meta.json", "fsdp_config.json"}  # 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """How to export. dtype: None keeps what is stored. base: where the weights under an adapter lie (None: where the
-    run had them). merge: add an adapter into them; otherwise it is written as the peft library reads it."""
+    """Options of an export.
+
+    dtype: precision of the weights; None keeps the stored one.
+    base: folder of the weights under an adapter; None: the one that the run had.
+    merge: add an adapter into the weights; otherwise it is written as the peft library reads it.
+    """
 
     dtype: str | None = None
     merge: bool = True
@@ -97,7 +101,7 @@ def export(source: Path, out: Path, choices: Choices, role: str = ACTOR) -> list
 
 
 def _require_whole(folder: Path) -> None:
-    """ValueError for files that are not as they were written, where that is known."""
+    """Raise ValueError for files that are not as they were written, where that is known."""
     if (folder.parent / CHECKSUMS_FILE).exists():
         faults = find_faults(folder.parent, [f"{folder.name}/{part}" for part in ("model", "huggingface", "adapter")])
         if faults:
@@ -244,7 +248,7 @@ def _with_base(stored: _Stored, own: dict[str, Any], choices: Choices) -> Stored
 
 
 def _require_all(own: dict[str, Any], names: CheckpointNames, kept: Sequence[str], config: Any, folder: Path) -> None:
-    """ValueError unless every weight of the model is there, under the module's name or the files'."""
+    """Raise ValueError unless every weight of the model is there, under the module's name or the files'."""
     there = set(kept)
     value_model = any(name.startswith(("score.", "v_head.", "classifier.")) for name in kept)
     missing = [
@@ -259,7 +263,7 @@ def _require_all(own: dict[str, Any], names: CheckpointNames, kept: Sequence[str
 
 
 def _is_tied_copy(name: str, own: dict[str, Any], config: Any) -> bool:
-    """A head that is the embedding: it is stored once."""
+    """True for a head that is the embedding: it is stored once."""
     return bool(config.tie_word_embeddings) and name not in own and name.endswith("lm_head.weight")
 
 

@@ -62,7 +62,10 @@ _ONCE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Two values of one thing; where: of which tensor, row and token."""
+    """Difference of two values of one thing.
+
+    where: its tensor, row and token.
+    """
 
     step: int
     phase: str
@@ -73,8 +76,10 @@ class Difference:
 
 
 def replay_config(run: Path, step: int, overrides: Sequence[str], out: str) -> PPOConfig:
-    """The run's configuration, for this step alone, with `overrides` of one's own. ConfigError where no checkpoint is
-    there that the step began with."""
+    """The run's configuration, for this step alone, with `overrides` of one's own.
+
+    Raises ConfigError where no checkpoint is there that the step began with.
+    """
     file, tree = read_configuration(run)
     root = Path(tree["trainer"]["default_local_dir"]).expanduser()
     root = root if root.is_dir() else run
@@ -95,7 +100,7 @@ def replay_config(run: Path, step: int, overrides: Sequence[str], out: str) -> P
 
 
 def _recorded(run: Path) -> Path:
-    """The folder of a run's recorded steps. ConfigError where there is none."""
+    """The folder of a run's recorded steps. Raises ConfigError where there is none."""
     if (run / RECORDED).is_dir():
         return run / RECORDED
     there = "it has recorded no step (trainer.record_freq)" if run.is_dir() else "there is no such folder"
@@ -103,7 +108,7 @@ def _recorded(run: Path) -> Path:
 
 
 def replay(run: Path, step: int, overrides: Sequence[str], tolerance: float) -> list[Difference]:
-    """Make the recorded step again, and compare columns and metrics. ConfigError for what is missing."""
+    """Make the recorded step again, and compare columns and metrics. Raises ConfigError for what is missing."""
     recorded = read_step(step_file(_recorded(run), step))
     metrics = read_metrics(run / METRICS).get(step, {})
     with tempfile.TemporaryDirectory() as out:
@@ -179,7 +184,7 @@ def _of_tensors(
 
 
 def _of_metrics(step: int, first: dict[str, Any], second: dict[str, Any], tolerance: float) -> Iterator[Difference]:
-    """Those of the models: the others are of what was compared already, or of time."""
+    """Compare the models' metrics. The other metrics follow from what was compared already, or are times."""
     for name in sorted(name for name in first.keys() & second.keys() if name.startswith(("actor/", "critic/"))):
         # metrics.jsonl has null where a number is not finite
         a, b = (math.nan if value is None else value for value in (first[name], second[name]))

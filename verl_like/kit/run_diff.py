@@ -1,4 +1,4 @@
-"""In which keys two configurations differ: `verl-like diff`."""
+"""Difference of two configurations, key by key: `verl-like diff`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ def differences(first: dict[str, Any], second: dict[str, Any]) -> list[Differenc
 
 
 def read_configuration(path: str | Path) -> tuple[Path, dict[str, Any]]:
-    """(file, configuration) of a run's folder, a checkpoint or a YAML file. ConfigError where there is none."""
+    """Read the configuration of a run's folder, a checkpoint or a YAML file; return its file too.
+
+    Raises ConfigError where there is none.
+    """
     path = Path(path).expanduser()
     if path.is_file():
         try:

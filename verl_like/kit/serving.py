@@ -99,7 +99,7 @@ def served(
 
 
 class OneReplica:
-    """See `episodes.collector.Replicas`."""
+    """Replicas of the collector's protocol (`episodes.collector.Replicas`): one engine, in this process."""
 
     def __init__(self, engine: RolloutEngine) -> None:
         self.engine = engine
@@ -150,7 +150,7 @@ class _Server:
 def weights_of(
     path: str, hf_config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name as in files, tensor) of a model on disk or of the hub. ValueError for a folder without weights."""
+    """Yield (name as in files, tensor) of a model on disk or of the hub. Raises ValueError without any weights."""
     folder = str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else path
     if not has_weights(folder):
         raise ValueError(f"{path} holds no weights (*.safetensors)")
@@ -164,7 +164,7 @@ def weights_of(
 
 
 def settings_for(model: Model, overrides: Sequence[str], yaml_files: Sequence[Path]) -> tuple[list[str], list[Path]]:
-    """(overrides, files) that `compose` takes: the run's own configuration, unless the user gives a file."""
+    """Choose what `compose` takes as (overrides, files): the run's own configuration, unless the user gives a file."""
     files = list(yaml_files) or ([model.config_file] if model.config_file is not None else [])
     given = {each.lstrip("+").partition("=")[0] for each in overrides}
     kept = [each for each in ONE_PROCESS if each.partition("=")[0] not in given]

@@ -31,7 +31,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """Something that costs time, and what to do about it."""
+    """Cause of lost time, and the remedy."""
 
     seconds: float
     sentence: str

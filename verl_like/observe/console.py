@@ -11,7 +11,10 @@ _HEADER_EVERY = 20
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """metrics: names of which the first that the run has is shown."""
+    """Column of the table.
+
+    metrics: names of metrics, of which the first that the run has is shown.
+    """
 
     title: str
     metrics: tuple[str, ...]
@@ -20,7 +23,7 @@ class _Column:
 
 
 def _significant(value: float) -> str:
-    """Three digits; small and large numbers with an exponent of one digit where that suffices."""
+    """Format with three digits; small and large numbers with an exponent, of one digit where that suffices."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     if 0.01 <= abs(value) < 1000:
@@ -30,7 +33,7 @@ def _significant(value: float) -> str:
 
 
 def _count(value: float) -> str:
-    """5.4k, 120k, 3.2M."""
+    """Format a count: 5.4k, 120k, 3.2M."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= 0.9995 * size:
             return f"{value / size:.3g}{letter}"
@@ -61,7 +64,7 @@ class StepTable:
         self._num_lines = 0
 
     def lines(self, step: int, metrics: Mapping[str, float]) -> Iterator[str]:
-        """What is to be said of a step, at most three lines."""
+        """Write the lines of a step, at most three: header, values, validation."""
         if any(name in metrics for column in COLUMNS for name in column.metrics):
             if not self._columns:
                 found = (column for column in COLUMNS if any(name in metrics for name in column.metrics))
@@ -81,7 +84,7 @@ def _cell(column: _Column, metrics: Mapping[str, float]) -> str:
 
 
 def validation_text(metrics: Mapping[str, float]) -> str:
-    """`gsm8k acc/mean@1 0.512, ...` of all data sources; empty where there is no validation."""
+    """Write `gsm8k acc/mean@1 0.512, ...` of all data sources; empty where there is no validation."""
     means = {name: value for name, value in metrics.items() if name.startswith("val-core/") and "/mean@" in name}
     parts = []
     for name, value in means.items():

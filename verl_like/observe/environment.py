@@ -1,4 +1,4 @@
-"""Where a run ran: command line, versions, host, devices and git commits, written as environment.json.
+"""Record of a run's surroundings: command line, versions, host, devices and git commits, written as environment.json.
 
 Secrets never get there: redaction.py.
 """

@@ -1,4 +1,4 @@
-"""Is this run healthy? Named rules over its metrics: what each looks at, from which value on it speaks, its verdict.
+"""Health of a run: named rules over its metrics, each with the metrics it reads, its threshold and its verdict.
 
 Pure: a history of metrics goes in, verdicts come out; the report shows them, and tests plant histories for each rule.
 Thresholds are meant to stay silent in runs that learn; each is a number in `RULES`, with the reason beside it.
@@ -37,7 +37,10 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What a rule says. state: "ok", "fires" (now), "fired" (earlier, not now) or "unknown" (no such metrics)."""
+    """Verdict of a rule.
+
+    state: "ok", "fires" (now), "fired" (earlier, not now) or "unknown" (no such metrics).
+    """
 
     rule: Rule
     state: str
@@ -279,7 +282,7 @@ def derived(history: History) -> dict[int, dict[str, float]]:
 
 
 def verdict_of(rule: Rule, history: History) -> Verdict:
-    """What one rule says about a history that has the derived numbers."""
+    """Apply one rule to a history that has the derived numbers."""
     shown: dict[str, tuple[list[tuple[int, float]], list[int]]] = {}
     for metric in rule.metrics:
         values = [(step, metrics[metric]) for step, metrics in history.items() if metric in metrics]
@@ -299,7 +302,7 @@ def verdict_of(rule: Rule, history: History) -> Verdict:
 
 
 def _kinds(history: History, steps: Sequence[int]) -> str:
-    """Which failures of the reward there were, most frequent first; nothing where these steps had none."""
+    """List the kinds of the reward's failures, most frequent first; empty where these steps had none."""
     totals: dict[str, float] = {}
     for step in steps:
         for name, value in history[step].items():

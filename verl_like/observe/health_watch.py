@@ -17,9 +17,10 @@ _NEWEST = 1000  # steps that rules look at, beside the first: a check of all of 
 
 
 class HealthWatch:
-    """Looks at each finished step. actions: by the names of config.enums.HEALTH_RULES; a rule without one warns.
+    """Watch over the health of a run: looks at each finished step.
 
-    resumed_at: what the run's metrics.jsonl says up to this step counts as well, so that "at the start" is the run's.
+    actions: by the names of config.enums.HEALTH_RULES; a rule without one warns.
+    resumed_at: step up to which the run's metrics.jsonl counts as well, so that "at the start" is the run's.
     """
 
     def __init__(self, actions: Mapping[str, str], folder: Path, resumed_at: int | None) -> None:

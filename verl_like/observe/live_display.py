@@ -39,7 +39,10 @@ class Progress(Protocol):
     def phase_ended(self, name: str, seconds: float) -> None: ...
 
     def step_finished(self, step: int, metrics: Mapping[str, float]) -> None:
-        """`metrics`: everything the step logged; validation metrics are recognised by their names."""
+        """Show a finished step.
+
+        metrics: everything that the step logged; validation metrics are recognised by their names.
+        """
 
     def close(self) -> None: ...
 
@@ -60,7 +63,7 @@ def build_progress(
 
 
 class RunState:
-    """What the displays show, without any drawing.
+    """State of a run that the displays show, without any drawing.
 
     The run's thread writes and the display's thread reads: collections are exchanged, never changed in place.
     """
@@ -194,7 +197,7 @@ class ProgressDisplay:
 
 
 class PlainProgress(ProgressDisplay):
-    """Without a terminal: one log record now and then with position, running phase, elapsed time and ETA.
+    """Display without a terminal: one log record now and then with position, running phase, elapsed time and ETA.
 
     The step's numbers are the console tracker's lines. A thread writes the records, so that a log also shows a phase
     that never ends.
@@ -232,7 +235,7 @@ class PlainProgress(ProgressDisplay):
 
 
 class LiveProgress(ProgressDisplay):
-    """With a terminal: a panel at the bottom, redrawn 4 times a second; log lines scroll above it."""
+    """Display in a terminal: a panel at the bottom, redrawn 4 times a second; log lines scroll above it."""
 
     def __init__(self, state: RunState, console: Console, auto_refresh: bool = True) -> None:
         self._auto_refresh = auto_refresh
@@ -305,7 +308,7 @@ class LiveProgress(ProgressDisplay):
 
 
 def headline(validation: Mapping[str, float]) -> dict[str, float]:
-    """At most four of the validation's numbers, means first."""
+    """Choose four of the validation's numbers at most, means first."""
     means = {name: value for name, value in validation.items() if "/mean@" in name}
     return dict(list((means or dict(validation)).items())[:4])
 
@@ -341,7 +344,7 @@ def sparkline(values: Sequence[float], bars: str = _BARS) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`7s`, `3:05` (minutes) or `2:03:05` (hours)."""
+    """Format seconds as `7s`, `3:05` (minutes) or `2:03:05` (hours)."""
     whole = int(seconds)
     hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
     if hours:

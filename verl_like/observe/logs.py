@@ -32,7 +32,10 @@ def driver_console() -> Console:
 
 
 class DiscreetFormatter(logging.Formatter):
-    """Lines in which no secret stands (redaction.hidden), whatever an error says; as_json: one object a line."""
+    """Formatter that hides secrets (redaction.hidden), whatever an error says.
+
+    as_json: one object a line.
+    """
 
     def __init__(self, form: str, *, as_json: bool = False, run_id: str = "") -> None:
         super().__init__(form)
@@ -61,8 +64,9 @@ def setup_driver_logging(
 
     With a terminal, lines go through rich, so that they appear above the live display and never through it. The file
     takes every level down to DEBUG; it is appended to when a run resumes. Calling again replaces the handlers.
-    Loggers of other packages are left alone. as_json: the file holds an object a line, with run_id and,
-    where it is about one, the episode.
+    Loggers of other packages are left alone.
+
+    as_json: the file holds an object a line, with run_id and, where it is about one, the episode.
     """
     handlers: list[logging.Handler] = [_terminal_handler(console or driver_console())]
     handlers[0].setLevel(level)
@@ -80,8 +84,12 @@ def setup_driver_logging(
 
 @contextmanager
 def told_in_a_line(what: str, over: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """End the program with a line on an error that nobody foresaw, whose whole text goes to the log file, or to one of
-    its own where there is none yet. over: what is said of an error then is left to others."""
+    """End the program with a line on an error that nobody foresaw.
+
+    The whole text goes to the log file, or to one of its own where there is none yet.
+
+    over: no line is written: what is said of an error then is left to others.
+    """
     try:
         yield
     except (ConfigError, RunStopped):

@@ -24,7 +24,10 @@ class PhaseMemory:
 
     @contextmanager
     def phase(self, name: str, without: int = 0) -> Iterator[None]:
-        """The most that is allocated at once inside is this phase's. without: bytes that do not count."""
+        """Record the most memory that is allocated at once in the block as this phase's.
+
+        without: bytes that do not count.
+        """
         reset_peak(self._device)
         yield
         peak = peak_bytes(self._device)
@@ -33,7 +36,7 @@ class PhaseMemory:
             self._peaks[name] = max(grown, self._peaks.get(name, 0.0))
 
     def take(self) -> dict[str, float]:
-        """perf/memory_peak/<phase> in GiB; counting starts anew."""
+        """Report perf/memory_peak/<phase> in GiB, and start counting anew."""
         taken, self._peaks = self._peaks, {}
         return {f"perf/memory_peak/{name}": value for name, value in taken.items()}
 
@@ -52,7 +55,7 @@ def reset_peak(device: torch.device) -> int | None:
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """By torch on a CUDA device; 0 on a CPU."""
+    """Count the bytes that torch has allocated on a CUDA device; 0 on a CPU."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 

@@ -20,7 +20,7 @@ _GIB = 1024**3
 
 
 def rollout_metrics(rollouts: Rollouts, max_prompt_length: int) -> dict[str, float]:
-    """`response_length/*`, `prompt_length/*` (tokens) and `response/*` of a batch of responses.
+    """Compute `response_length/*`, `prompt_length/*` (tokens) and `response/*` of a batch of responses.
 
     response_length/clip_ratio is the share of responses that were cut off, by their finish reason: one whose end token
     is its last possible one is whole. prompt_length/clip_ratio: of prompts that have the longest length. An episode of
@@ -84,14 +84,14 @@ def memory_metrics() -> dict[str, float]:
 
 
 def memory_gib(meminfo: str) -> tuple[float, float]:
-    """(in use, total) GiB of the machine from the text of Linux's /proc/meminfo; in use: total minus available."""
+    """Parse (in use, total) GiB of the machine from Linux's /proc/meminfo; in use: total minus available."""
     kib = {line.split(":")[0]: int(line.split()[1]) for line in meminfo.splitlines() if ":" in line}
     used = kib["MemTotal"] - kib["MemAvailable"]
     return used * 1024 / _GIB, kib["MemTotal"] * 1024 / _GIB
 
 
 def sequence_balance_metrics(num_tokens: Sequence[int], rank_rows: Sequence[Sequence[int]]) -> dict[str, float]:
-    """`global_seqlen/*`: tokens per data-parallel rank, as the rows came and after balancing.
+    """Compute `global_seqlen/*`: tokens per data-parallel rank, as the rows came and after balancing.
 
     `rank_rows[r]` holds the positions of the rows given to rank r, as `parallel.balance.balance_ranks` returns them.
     """
@@ -113,7 +113,7 @@ def sequence_balance_metrics(num_tokens: Sequence[int], rank_rows: Sequence[Sequ
 
 
 def training_metrics(global_step: int, epoch: int) -> dict[str, float]:
-    """Where the run is; trackers use `training/global_step` as the x axis."""
+    """Report the run's step and epoch; trackers use `training/global_step` as the x axis."""
     return {"training/global_step": float(global_step), "training/epoch": float(epoch)}
 
 

@@ -28,8 +28,10 @@ _VISIT_S, _MOST_VISITS = 10.0, 32
 
 
 def require_port(trainer: TrainerConfig) -> None:
-    """ValueError where trainer.prometheus_port cannot be had, without keeping it: for a run whose processes are yet to
-    start."""
+    """Raise ValueError where trainer.prometheus_port is taken; for a run whose processes are yet to start.
+
+    The port is not kept.
+    """
     _stop(*_served(trainer, CollectorRegistry()))
 
 
@@ -48,7 +50,7 @@ def _served(trainer: TrainerConfig, registry: CollectorRegistry) -> tuple[Any, t
 
 
 def _bounded(handler: type[Any]) -> type[Any]:
-    """Its connections, a few at a time and each for seconds: one that says nothing would keep a thread for ever."""
+    """Limit the connections of a handler, in number and in seconds: an idle one would keep a thread for ever."""
     places = threading.BoundedSemaphore(_MOST_VISITS)
 
     class Visit(handler):  # type: ignore[misc]
@@ -74,7 +76,7 @@ def _stop(server: Any, thread: threading.Thread) -> None:
 
 
 class PrometheusTracker(Collector):
-    """A tracker like others. ValueError where the port cannot be had."""
+    """A tracker like others. Raises ValueError where the port cannot be had."""
 
     name = "prometheus"
 
@@ -92,7 +94,7 @@ class PrometheusTracker(Collector):
             self._newest |= {**metrics, "step": float(step)}
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Responses are nothing for Prometheus."""
+        """Ignore the responses: Prometheus has no place for them."""
 
     def collect(self) -> Iterator[Metric]:
         with self._lock:

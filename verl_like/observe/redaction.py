@@ -78,7 +78,7 @@ _known: list[str] = []
 
 
 def remember(secrets: Collection[str]) -> None:
-    """What `hidden` looks for in this process from now on: the secrets of one run."""
+    """Set the secrets of a run, which `hidden` looks for in this process from now on."""
     _known[:] = sorted(secrets, key=len, reverse=True)
 
 
@@ -90,12 +90,12 @@ def hidden(text: str) -> str:
 
 
 def print_hidden(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """`sys.excepthook`: a traceback without the secrets that were remembered."""
+    """Print a traceback without the secrets that were remembered, as `sys.excepthook`."""
     sys.stderr.write(hidden("".join(traceback.format_exception(kind, error, trace))))
 
 
 def is_secret(name: str) -> bool:
-    """Whether a key or a variable is named like one that holds a secret (max_token_len and the like are none)."""
+    """True where a key or a variable is named like one that holds a secret (max_token_len and the like are none)."""
     if _TOKEN_OF_TEXT.fullmatch(name):
         return False
     return _SECRET.search(name) is not None or _SECRET_VARIABLE.fullmatch(name) is not None

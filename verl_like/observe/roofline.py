@@ -1,4 +1,4 @@
-"""How far each phase of a step is from what the hardware allows, and what to change first.
+"""Roofline of a step: the distance of each phase from what the hardware allows, and the first thing to change.
 
 A floor is the time that the unavoidable work would take at the device's peak: operations of the forward and backward
 passes, weights and cache that decoding must read, bytes that a weight sync must move. Nothing can be faster; a phase
@@ -24,7 +24,7 @@ _PASSES = {  # phase of the step -> (role, verl's name of its model FLOPs utilis
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunShape:
-    """What the floors need to know of a run besides the lengths of its rows."""
+    """Facts about a run that the floors need besides the lengths of its rows."""
 
     actor: ModelCost
     critic: ModelCost | None
@@ -39,7 +39,7 @@ class RunShape:
     elsewhere: Mapping[str, DevicePeak] = field(default_factory=dict)  # role -> all devices of its own pool
 
     def peak_of(self, role: str) -> DevicePeak:
-        """What a role's devices can do together."""
+        """Return the peak of a role's devices together."""
         return self.elsewhere.get(role, self.peak)
 
 
@@ -51,11 +51,11 @@ def phase_flops(
     forward_only: float = 0.0,
     shared: Sequence[int] | None = None,
 ) -> dict[str, float]:
-    """Operations that each training pass over these rows must make (lengths in tokens, one entry a row).
+    """Count the operations that each training pass over these rows must make (lengths in tokens, one entry a row).
 
-    groups: a number for each row, equal where rows begin alike; passes that share prompts compute that once. shared:
-    how many tokens of the row's prompt that is; None: all. forward_only: share of the tokens that the actor's update
-    gives no backward pass.
+    groups: a number for each row, equal where rows begin alike; passes that share prompts compute that part once.
+    shared: tokens of the row's prompt that are shared; None: all.
+    forward_only: share of the tokens that the actor's update gives no backward pass.
     """
     totals = [p + r for p, r in zip(prompts, responses, strict=True)]
     first = _is_first(groups or range(len(prompts)))
@@ -128,7 +128,9 @@ def speed_metrics(
     forward_only: float = 0.0,
     shared: Sequence[int] | None = None,
 ) -> dict[str, float]:
-    """perf/mfu/<role> (share of the peak that useful operations reached) and perf/floor_ratio/<phase> (time / floor).
+    """Compute perf/mfu/<role> and perf/floor_ratio/<phase>.
+
+    mfu: share of the peak that useful operations reached. floor_ratio: time / floor.
 
     seconds: wall clock per phase, as `StepClock.seconds`; phases that did not run get no metric.
     """

@@ -1,4 +1,4 @@
-"""What a run leaves behind, read back: `verl_like.read_run(folder)`. Needs neither torch nor the trainer.
+"""Reader of the files that a run leaves behind: `verl_like.read_run(folder)`. Needs neither torch nor the trainer.
 
 docs/run_folder.md lists the files. A run that is still going on can be read too: what is being written is left out.
 """
@@ -109,10 +109,11 @@ def records(path: Path) -> list[dict[str, Any]]:
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
-    """The run whose folder (trainer.log_dir, by default trainer.default_local_dir) this is.
+    """Read the run whose folder (trainer.log_dir, by default trainer.default_local_dir) this is.
 
     Example: read_run("outputs/quickstart/checkpoints").metrics["critic/score/mean"].plot()
-    FileNotFoundError, naming what is there, for a folder without metrics.jsonl.
+
+    Raises FileNotFoundError, naming what is there, for a folder without metrics.jsonl.
     """
     folder = Path(path).expanduser()
     if not (folder / METRICS).is_file():

@@ -146,13 +146,13 @@ def add_tokens(
 
 
 def row_of(rows: Rollouts | Experience, column_T: Tensor, i: int) -> Tensor:
-    """What a column has for one row's response."""
+    """Cut the part of a token column [T] that belongs to the response of row `i`."""
     end = int(rows.response_length_B[: i + 1].sum())
     return column_T[end - int(rows.response_length_B[i]) : end]
 
 
 def rounded(values: Tensor) -> list[float | None]:
-    """Four decimals are enough to colour by, and a third of the bytes."""
+    """Round to four decimals: enough to colour by, and a third of the bytes."""
     return [round(value, 4) if math.isfinite(value) else None for value in values.tolist()]
 
 
@@ -174,7 +174,7 @@ class TokenTexts:
         return texts
 
     def _alone(self, token: int) -> str:
-        """As after another token: at the start of a text some tokenizers leave a word's space out."""
+        """Decode a token as it reads behind another one: at the start of a text some tokenizers drop a word's space."""
         if token not in self._known:
             once, twice = self._decode([token]), self._decode([token, token])
             self._known[token] = twice[len(once) :] if twice.startswith(once) else once
@@ -185,7 +185,7 @@ class TokenTexts:
 
 
 def runs(values: Sequence[int]) -> list[list[int]]:
-    """[[value, how many in a row], ...]: masks and weight versions change rarely."""
+    """Encode values as [[value, how many in a row], ...]: masks and weight versions change rarely."""
     return [[value, len(list(items))] for value, items in itertools.groupby(values)]
 
 
@@ -231,7 +231,7 @@ def dump_samples(folder: str | os.PathLike[str], step: int, samples: Sequence[Sa
 
 
 def pick_samples(samples: Sequence[Sample], count: int) -> list[Sample]:
-    """`count` rows of a validation: a fixed random choice, sorted by prompt."""
+    """Pick `count` rows of a validation: a fixed random choice, sorted by prompt."""
     ordered = sorted(samples, key=lambda sample: str(sample["input"]))
     chosen = random.Random(_SAMPLE_SEED).sample(range(len(ordered)), min(count, len(ordered)))
     return [ordered[i] for i in sorted(chosen)]
@@ -274,7 +274,7 @@ def samples_text(title: str, samples: Sequence[Sample]) -> str:
 
 
 def short(value: Any, limit: int) -> str:
-    """Text on one line without control characters; a long one loses its middle."""
+    """Write text on one line without control characters; a long one loses its middle."""
     text = "".join(c if c.isprintable() else {"\n": "\\n", "\t": "\\t"}.get(c, "?") for c in str(value))
     return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-(limit // 2) :]}"
 
@@ -312,8 +312,10 @@ class SampleStore:
     """Writes records of a step, and thins older steps out where the folder grows over its limit."""
 
     def __init__(self, folder: Path, max_mb: float, resumed_at: int | None) -> None:
-        """resumed_at: the last step of the run that goes on; samples of later steps are set aside under the first free
-        number. None: a new run; all are."""
+        """Set aside samples of later steps than `resumed_at`, under the first free number.
+
+        resumed_at: the last step of the run that goes on; None: a new run, for which all samples are set aside.
+        """
         self.folder, self.max_bytes = folder, max_mb * 1e6
         files = sorted(folder.glob("*/*.jsonl"))
         later = [path for path in files if resumed_at is None or step_of(path) > resumed_at]

@@ -37,7 +37,7 @@ _HINTS = {
 
 
 def require(name: str) -> Any:
-    """The module of a tracker. ValueError, with the command that installs it, where it cannot be imported."""
+    """The module of a tracker. Raises ValueError, with the command that installs it, where it cannot be imported."""
     try:
         return importlib.import_module(_MODULES.get(name, name))
     except ImportError as error:
@@ -48,7 +48,7 @@ def require(name: str) -> Any:
 
 
 class ServiceTracker:
-    """What the four have in common. ValueError, naming what to do, where the service cannot be started."""
+    """Base of the four trackers. Raises ValueError, which says what to do, where the service cannot be started."""
 
     name = ""
 

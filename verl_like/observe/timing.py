@@ -13,7 +13,7 @@ _ALL_TOKEN_PHASES = frozenset({"old_log_prob", "ref", "values", "adv", "update_c
 
 
 class PhaseObserver(Protocol):
-    """Is told what the run is doing now (the live display is one)."""
+    """Observer that is told what the run is doing now (the live display is one)."""
 
     def phase_started(self, name: str) -> None: ...
 
@@ -41,7 +41,10 @@ class StepClock:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Time the body as phase `name`. ValueError if that phase is already running (its time would count twice)."""
+        """Time the body as phase `name`.
+
+        Raises ValueError if that phase is already running (its time would count twice).
+        """
         if name in self._running:
             raise ValueError(f"phase {name!r} is already running inside {' > '.join(self._running)}")
         self._running.append(name)
@@ -63,14 +66,14 @@ class StepClock:
         return dict(self._seconds)
 
     def metrics(self) -> dict[str, float]:
-        """`timing_s/<phase>` of all finished phases."""
+        """Report `timing_s/<phase>` of all finished phases."""
         return {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
 
 
 def timing_per_token_metrics(
     seconds: Mapping[str, float], *, response_tokens: int, total_tokens: int
 ) -> dict[str, float]:
-    """`timing_per_token_ms/<phase>`: milliseconds per token of the phases whose cost follows the number of tokens.
+    """Compute `timing_per_token_ms/<phase>`, milliseconds per token, of phases whose cost follows the number of tokens.
 
     `gen` is divided by the response tokens, model passes by prompt + response tokens, each summed over the batch.
     """

@@ -1,5 +1,7 @@
-"""Where metrics go: `trainer.logger` picks console, tensorboard, a service (`services.py`) or a class of the user's; a
-jsonl file is always written."""
+"""Trackers of metrics: `trainer.logger` picks console, tensorboard, a service (`services.py`) or a class of the user's.
+
+A jsonl file is always written.
+"""
 
 from __future__ import annotations
 
@@ -93,8 +95,9 @@ def build_trackers(
 
 
 def check_trackers(trainer: TrainerConfig) -> list[str]:
-    """The names in trainer.logger, once each; ValueError for one that does not exist or whose package is missing, and
-    for a port that is taken.
+    """List the names in trainer.logger, once each.
+
+    Raises ValueError for one that does not exist or whose package is missing, and for a port that is taken.
 
     Keeps nothing, so that a run can ask before its processes start.
     """
@@ -126,7 +129,10 @@ class Trackers:
     """
 
     def __init__(self, trackers: Sequence[Tracker], callers: Mapping[str, _Caller] | None = None) -> None:
-        """callers: of those that were built in a thread of their own."""
+        """Take the trackers.
+
+        callers: threads of those that were built in one of their own.
+        """
         self._trackers, self._callers = list(trackers), dict(callers or {})
         self._failures = dict.fromkeys((tracker.name for tracker in trackers), 0)
         self._warned: set[str] = set()
@@ -137,7 +143,10 @@ class Trackers:
         return [tracker.name for tracker in self._trackers]
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Log one step. Values may be Python or numpy numbers or one-element tensors; TypeError names any other."""
+        """Log one step. Values may be Python or numpy numbers or one-element tensors.
+
+        Raises TypeError, which names any other.
+        """
         numbers = {whole(name): _number(name, value) for name, value in metrics.items()}
         self._warn_not_finite(step, numbers)
         for tracker in list(self._trackers):
@@ -183,19 +192,21 @@ class Trackers:
 
 
 class _Hangs(Exception):
-    """A call did not come back."""
+    """Error of a call that did not come back."""
 
 
 class _Caller:
-    """A thread of its own for all calls of one tracker: some packages are tied to one (sqlite3), and it can be left
-    behind where a call does not come back."""
+    """Thread for all calls of one tracker.
+
+    Some packages are tied to one thread (sqlite3), and it can be left behind where a call does not come back.
+    """
 
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         threading.Thread(target=self._work, name=f"tracker {name}", daemon=True).start()
 
     def call(self, action: Callable[[], T], seconds: float) -> T:
-        """Its result, or error; _Hangs if it takes longer."""
+        """Run `action` in the tracker's thread and return its result or raise its error; _Hangs if it takes longer."""
         future: Future[T] = Future()
         self._calls.put((action, future))
         if not wait([future], timeout=seconds).done:
@@ -203,7 +214,7 @@ class _Caller:
         return future.result()
 
     def end(self) -> None:
-        """After the calls that were made."""
+        """End the thread after the calls that were made."""
         self._calls.put(None)
 
     def _work(self) -> None:
@@ -253,7 +264,7 @@ class JsonlTracker:
         _append(self._samples_path, "".join(to_json({**sample, "step": step}) + "\n" for sample in samples))
 
     def finish(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: no file is held open."""
 
 
 def _append(path: Path, text: str) -> None:
@@ -377,7 +388,7 @@ class OwnTracker:
 
     @staticmethod
     def load(reference: str, options: Mapping[str, Any]) -> type:
-        """The class. ValueError unless it can be built so and has a `log`."""
+        """The class. Raises ValueError unless it can be built so and has a `log`."""
         found = load(reference, "trainer.logger")
         if not isinstance(found, type) or not callable(getattr(found, "log", None)):
             raise ValueError(f"trainer.logger={reference} must be a class with log(step, metrics)")

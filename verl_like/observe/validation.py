@@ -71,7 +71,7 @@ def validation_metrics(batches: Iterable[tuple[Rollouts, Scores]]) -> dict[str, 
 
 
 def report_names(rows: Iterable[PromptRow]) -> dict[tuple[str, str], str]:
-    """(validation set, data source) -> what its metrics and files are called.
+    """Map (validation set, data source) to the name of its metrics and files.
 
     Without named sets (data.val_files as a dictionary) that is the data source; else the set's name, followed by the
     data source where the set holds several.
@@ -152,7 +152,7 @@ def _mean_and_std(name: str, per_prompt: list[tuple[float, float]]) -> dict[str,
 
 
 def subset_sizes(num_responses: int) -> list[int]:
-    """2, 4, 8 .. below the number of responses, then that number itself (verl's list)."""
+    """List 2, 4, 8 .. below the number of responses, then that number itself (verl's list)."""
     return [n for n in (2**k for k in range(1, 31)) if n < num_responses] + [num_responses]
 
 

@@ -25,7 +25,7 @@ _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 @dataclass(frozen=True, slots=True)
 class GraderEntry:
-    """Where a grader lives, and the options its name stands for."""
+    """Module of a grader, and the options that its name stands for."""
 
     module: str  # has a compute_score
     preset: Mapping[str, Any] = field(default_factory=lambda: _NO_OPTIONS)
@@ -86,10 +86,13 @@ ROUTES: dict[str, str] = {source: grader for grader, sources in _SOURCES.items()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraderChoice:
-    """Which grader grades which row: the user's choices, then the row's own, then ROUTES.
+    """Choice of the grader of each row: by the user's settings, then by the row itself, then by ROUTES.
 
-    by_source: data_source or pattern -> grader name. rule: grader of all other rows. options: grader name -> keyword
-    arguments. Make one with `choose`, which checks it.
+    Make one with `choose`, which checks it.
+
+    by_source: data_source or pattern -> grader name.
+    rule: grader of all other rows.
+    options: grader name -> keyword arguments.
     """
 
     rule: str | None = None
@@ -118,7 +121,9 @@ def choose(
     by_source: Mapping[str, str] | None = None,
     rule_kwargs: Mapping[str, Any] | None = None,
 ) -> GraderChoice:
-    """A GraderChoice from reward_model.{rule, rule_by_source, rule_kwargs}. ValueError that names the key to change.
+    """A GraderChoice from reward_model.{rule, rule_by_source, rule_kwargs}.
+
+    Raises ValueError, which names the key to change.
 
     rule_kwargs holds options of `rule`, and under a grader's name a dictionary with options of that grader.
     """
@@ -146,13 +151,13 @@ def choose(
 
 
 def is_grader(name: str) -> bool:
-    """Whether it is the name of a built-in grader, or a reference to one of the user's own."""
+    """True for the name of a built-in grader, or a reference to one of the user's own."""
     return name in GRADERS or is_reference(name)
 
 
 @functools.cache
 def grader_by_name(name: str) -> Grader:
-    """The grader of that name or reference. ValueError naming the known ones if there is none."""
+    """The grader of that name or reference. Raises ValueError, naming the known ones, if there is none."""
     if is_reference(name):
         return load(name, "reward_model.rule")
     if name not in GRADERS:

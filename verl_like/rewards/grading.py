@@ -49,7 +49,7 @@ class Graded:
     futures: Sequence[Future[RewardOutcome]] = ()  # one for each scorer; none where a batch is graded as a whole
 
     def call(self, scorer: Scorer, server: str = "") -> RewardCall:
-        """What this scorer is asked."""
+        """Make the call that asks this scorer for the response's score."""
         row = self.answer.row
         return RewardCall(
             data_source=row.data_source,
@@ -68,7 +68,7 @@ def extra_info_of(row: PromptRow) -> dict[str, Any]:
 
 
 class RewardError(RunStopped):
-    """No row of a batch or of a whole validation could be scored, or too few."""
+    """Error of a batch or a whole validation of which no row, or too few, could be scored."""
 
 
 class Grading:
@@ -91,11 +91,12 @@ class Grading:
         server: str = "",
         check: Callable[[], None] | None = None,
     ) -> None:
-        """quiet: failures are not logged, nor `check` called: `report` is due for the whole. failure_penalty: score of
-        failed rows. max_failure_fraction: more failed rows are a RewardError, which names `graded_by`. check: raises
-        where what graded them is not there any more.
+        """Take over responses in grading. Those without futures are graded by one call of `submit` for all of them.
 
-        Responses without futures are graded by one call of `submit` for all of them.
+        quiet: neither log failures nor call `check`: `report` is due for the whole.
+        failure_penalty: score of failed rows.
+        max_failure_fraction: share of failed rows above which a RewardError is raised, which names `graded_by`.
+        check: function that raises where the graders are not there any more.
         """
         self._graded, self._step, self._may_all_fail, self._quiet = graded, step, may_all_fail, quiet
         self._model, self._failure_penalty = model, failure_penalty
@@ -184,7 +185,10 @@ def report(scores: Scores, graded: Sequence[Graded], *, step: int, failure_penal
 
 
 def tell_of_deaths(outcomes: Sequence[RewardOutcome], where: str) -> None:
-    """A function that swallows the death of a process which it has started gives every response the same."""
+    """Log an error where a process that the function started died in several calls, and all of these score the same.
+
+    The function may swallow such a death, and take it for a score.
+    """
     dead = [outcome for outcome in outcomes if outcome.child_died]
     if len(dead) > 1 and len({outcome.score for outcome in dead}) == 1:
         logger.error(
@@ -223,7 +227,10 @@ def to_scores(
 
 
 def _finite(outcome: RewardOutcome) -> RewardOutcome:
-    """A weighted sum may be too large for the tensor where its parts were not."""
+    """Make a failure of an outcome whose score is not finite.
+
+    A weighted sum may be too large for the tensor where its parts were not.
+    """
     if outcome.score is None or is_finite_reward(outcome.score):
         return outcome
     message = f"score is {outcome.score:g}: it must be finite, also as a 32-bit float"
@@ -231,7 +238,7 @@ def _finite(outcome: RewardOutcome) -> RewardOutcome:
 
 
 def require_enough(batches: Sequence[Scores], *, step: int, most: float = 1.0, graded_by: str = "") -> None:
-    """RewardError, with the first failures, if every row failed, or more than the share `most` of them."""
+    """Raise RewardError, with the first failures, if every row failed, or more than the share `most` of them."""
     total = sum(len(scores) for scores in batches)
     failures = [failure for scores in batches for failure in scores.failures if failure is not None]
     if not failures or (len(failures) < total and len(failures) <= most * total):

@@ -24,7 +24,10 @@ Result = TypeVar("Result")
 
 
 class ServiceError(RuntimeError):
-    """A service did not do what it was asked for, also after trying again. status: HTTP's, of a refusal."""
+    """Error of a service that did not do what it was asked for, also after trying again.
+
+    status: HTTP's, of a refusal.
+    """
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -32,12 +35,12 @@ class ServiceError(RuntimeError):
 
 
 class TransientError(Exception):
-    """Worth another try. `read` of `post` may raise it for a reply that is no result."""
+    """Error that is worth another try. `read` of `post` may raise it for a reply that is no result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """Where to post, and how patiently."""
+    """Address to post to, with time-out and retries."""
 
     url: str
     timeout: float  # [s] of one request, up to the last byte of its reply
@@ -49,7 +52,10 @@ class Service:
     def post(
         self, body: Any, read: Callable[[Any], Result], *, before_each: Callable[[], None] = lambda: None
     ) -> Result:
-        """`read` of the reply. Raises ServiceError. before_each: called in front of every try (rate limits)."""
+        """Post `body` and return `read` of the reply. Raises ServiceError.
+
+        before_each: called in front of every try (rate limits).
+        """
         trouble = ""
         for attempt in range(self.max_retries + 1):
             if attempt:
@@ -77,15 +83,17 @@ class Service:
             raise TransientError(f"{type(error).__name__}: {error}") from error
 
     def _without_keys(self, text: str) -> str:
-        """Without what a server repeats of the headers: the API key."""
+        """Mask the API key where a server repeats the headers."""
         for value in self.headers.values():
             text = text.replace(value.removeprefix("Bearer "), "***")
         return text
 
 
 def chat_service(endpoint: EndpointConfig, section: str) -> Service:
-    """The chat completions of an OpenAI-compatible endpoint. section: its keys. ValueError if the API key's environment
-    variable is named but not set."""
+    """The chat completions of an OpenAI-compatible endpoint. section: its keys.
+
+    Raises ValueError if the API key's environment variable is named but not set.
+    """
     headers: dict[str, str] = {}
     if endpoint.api_key_env is not None:
         key = os.environ.get(endpoint.api_key_env)
@@ -102,8 +110,10 @@ def chat_service(endpoint: EndpointConfig, section: str) -> Service:
 
 
 def answer_of(reply: Any) -> tuple[str, str, int | None]:
-    """Text and finish reason of a chat completion, and the tokens of prompt and answer. TransientError for any other
-    reply."""
+    """Text and finish reason of a chat completion, and the tokens of prompt and answer.
+
+    Raises TransientError for any other reply.
+    """
     try:
         choice = reply["choices"][0]
         text, reason = choice["message"]["content"], choice.get("finish_reason")

@@ -37,7 +37,7 @@ _WORD = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
 
 
 class RateLimit:
-    """At most `limit` units in any 60 seconds. None: no limit."""
+    """Limit of `limit` units in any 60 seconds. None: no limit."""
 
     def __init__(
         self,
@@ -73,7 +73,10 @@ class Judge:
     """
 
     def __init__(self, config: JudgeConfig, parse: Callable[[RewardCall], Future[RewardOutcome]] | None = None) -> None:
-        """ValueError if the API key's environment variable is named but not set, or prompt_file cannot be read."""
+        """Read the API key and the prompt file.
+
+        Raises ValueError if the key's environment variable is named but not set, or prompt_file cannot be read.
+        """
         self._config, self._parse = config, parse
         self._template = config.prompt
         if config.prompt_file is not None:
@@ -90,8 +93,10 @@ class Judge:
         self._threads = ThreadPoolExecutor(max_workers=config.max_concurrent, thread_name_prefix="judge")
 
     def use_servers(self, addresses: Sequence[str], model: str, end_ids: Sequence[int] = ()) -> None:
-        """Ask these servers (host:port) of the run in turn, under that model's name. end_ids: what ends its answers, of
-        which a server of its own accord may know but a part."""
+        """Ask these servers (host:port) of the run in turn, under that model's name.
+
+        end_ids: tokens that end its answers; of its own accord a server may know a part of them only.
+        """
         self._ends = {"stop_token_ids": list(end_ids)} if end_ids else {}
         endpoints = [dataclasses.replace(self._config, url=f"http://{address}/v1") for address in addresses]
         self._config = dataclasses.replace(self._config, model=model)
@@ -147,7 +152,7 @@ class Judge:
         entry: list[float] | None = None
 
         def take() -> None:
-            """Every try counts: an endpoint that says 429 would only be asked more often."""
+            """Count every try against the rate limit: an endpoint that says 429 would only be asked more often."""
             nonlocal entry
             self._requests.take(1)
             entry = self._tokens.take(estimate)
@@ -163,7 +168,7 @@ class Judge:
         return next(self._services).post(body, read, before_each=take)
 
     def prompt(self, call: RewardCall) -> str:
-        """reward_model.judge.prompt, or its file, filled in with texts whose special tokens are broken by a space."""
+        """Fill in reward_model.judge.prompt, or its file, with texts whose special tokens are broken by a space."""
         fields = {"question": call.question, "response": call.solution_str, "reference": str(call.ground_truth)}
         fields = {name: _TOKEN_START.sub(lambda start: f"{start[0]} ", text) for name, text in fields.items()}
         pattern = re.compile("|".join(re.escape("{" + name + "}") for name in fields))

@@ -22,7 +22,7 @@ SERVED = ("reward_router_address", "reward_model_tokenizer", "reward_model_path"
 
 
 def load_scorer(spec: ScorerSpec) -> Callable[..., Any]:
-    """What scores one response (or a batch). Raises a ValueError that names the key to change."""
+    """Load the function that scores one response (or a batch). Raises a ValueError that names the key to change."""
     for key, reference in spec.own_graders.items():  # reward_model.rule=file.py:name and the like
         function = load(reference, key)
         check_call(function, f"{key}={reference}", *_ARGUMENTS, keywords=spec.options.get(reference, {}))
@@ -40,7 +40,7 @@ def own_arguments(spec: ScorerSpec) -> dict[str, Any]:
 
 
 def _of_server(spec: ScorerSpec) -> dict[str, Any]:
-    """verl's arguments of a function that asks the reward model, but for the server's address, which each call has."""
+    """Make verl's arguments of a function that asks the reward model; the server's address comes with each call."""
     asked = _asks_for(_load_function(spec))
     given: dict[str, Any] = {}
     if "reward_model_path" in asked:
@@ -55,7 +55,10 @@ def _of_server(spec: ScorerSpec) -> dict[str, Any]:
 
 
 def _asks_for(function: Callable[..., Any]) -> list[str]:
-    """Those of SERVED that it takes; what is caught by **kwargs is not loaded for nothing."""
+    """List the arguments among SERVED that the function takes.
+
+    **kwargs counts as the first of them alone, so that nothing is loaded in vain.
+    """
     try:
         parameters = inspect.signature(function).parameters
     except ValueError:
@@ -65,7 +68,10 @@ def _asks_for(function: Callable[..., Any]) -> list[str]:
 
 
 def takes_address(spec: ScorerSpec, function: Callable[..., Any]) -> bool:
-    """Whether it is to be told where the reward model is served; not one that the user's arguments tell."""
+    """True where the function is to be passed the address of the served reward model.
+
+    False where the user's own arguments give one.
+    """
     if spec.served_path is None or spec.path is None or spec.manager is not None:
         return False
     return SERVED[0] in _asks_for(function) and SERVED[0] not in spec.kwargs
@@ -153,7 +159,7 @@ def _taking(function: Callable[..., Any], taken: dict[str, str]) -> Callable[...
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling it gives a coroutine."""
+    """True where calling the function gives a coroutine."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 

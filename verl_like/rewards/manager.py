@@ -1,4 +1,4 @@
-"""From responses to rewards: decode, score in worker processes, count what failed.
+"""Manager of rewards: decodes responses, scores them in worker processes, counts what failed.
 
 One path for everything: built-in graders and the user's reward function run in the same killable processes
 (`services`). A row whose reward could not be computed gets NaN and valid_B false: it is left out of training, never
@@ -116,13 +116,13 @@ class RewardManager:
         self._model = model
 
     def use_servers(self, served: ServedModel) -> None:
-        """Where the run serves its reward model, once it does; another time after its workers were started anew."""
+        """Tell the graders the addresses of the served reward model, once it is served and after each restart."""
         self._served = served
         if self._judge is not None:
             self._judge.use_servers(served.addresses, served.path, served.end_ids)
 
     def check_rows(self, rows: Iterable[tuple[str, str]]) -> None:
-        """ValueError if there is no reward for a (data_source, style). Call it with the data set's before training."""
+        """Raise ValueError for a (data_source, style) without a reward. Call it with the data set's before training."""
         if not self.rule_grades:
             return
         graders_used = self._weights.names()
@@ -136,8 +136,10 @@ class RewardManager:
             self._execution.require()
 
     def try_out(self, row: PromptRow, responses: Sequence[str]) -> None:
-        """Call the user's function with responses to a row, before training. RewardFunctionError if it gives no reward
-        for any of them (None, text, a dict without "score"); what it raises is logged.
+        """Call the user's function with responses to a row, before training.
+
+        Raises RewardFunctionError if it gives no reward for any of them (None, text, a dict without "score"); what it
+        raises is logged.
         """
         if not self.rule_grades:
             return
@@ -174,16 +176,16 @@ class RewardManager:
 
     @property
     def asks_judge(self) -> bool:
-        """Whether a judge grades some rows."""
+        """True where a judge grades some rows."""
         return self._judge is not None
 
     @property
     def grades_alone(self) -> bool:
-        """Whether each response has its score as soon as it is graded; otherwise a batch gets them together."""
+        """True where each response has its score as soon as it is graded; otherwise a batch is scored as a whole."""
         return self._model is None and self._manager != "batch"
 
     def grade(self, answers: Sequence[Answer], known: Sequence[RewardOutcome | None] | None = None) -> list[Graded]:
-        """Start to grade these responses; from any thread. ValueError for a data source without a grader.
+        """Start to grade these responses; from any thread. Raises ValueError for a data source without a grader.
 
         known: outcomes of responses that need no grader (an environment has scored them, or nothing can). A batch
         manager and a reward model score all responses of a batch at once, in `gather` and its result.
@@ -217,10 +219,10 @@ class RewardManager:
     def gather(
         self, graded: Sequence[Graded], *, step: int, may_all_fail: bool = False, quiet: bool = False
     ) -> Grading:
-        """The scores of responses that are being graded, in this order.
+        """Gather the scores of responses that are being graded, in this order.
 
-        may_all_fail: this is one batch of several, so that its `result` need not hold a score. quiet: and its failures
-        are logged with the others, by `report`.
+        may_all_fail: this is one batch of several, so that its `result` need not hold a score.
+        quiet: moreover, its failures are logged with the others', by `report`.
         """
         return Grading(
             graded,
@@ -253,13 +255,13 @@ class RewardManager:
         report(scores, graded, step=step, failure_penalty=self._failure_penalty)
 
     def require_enough(self, batches: Sequence[Scores], *, step: int) -> None:
-        """RewardError if too few of the rewards of these batches, taken together, could be computed."""
+        """Raise RewardError if too few of the rewards of these batches, taken together, could be computed."""
         most = self._max_failure_fraction if self._failure_penalty is None else 1.0
         self._require_servers()  # first: their loss explains what is missing, and is a reason to begin again
         require_enough(batches, step=step, most=most, graded_by=self.graded_by)
 
     def require_any(self, batches: Sequence[Scores], *, step: int) -> None:
-        """RewardError if none could."""
+        """Raise RewardError if no reward of these batches could be computed."""
         self._require_servers()
         require_enough(batches, step=step, graded_by=self.graded_by)
 
@@ -290,7 +292,7 @@ class RewardManager:
 
     @staticmethod
     def metrics(scores: Scores, rows: Sequence[PromptRow] | None = None) -> dict[str, float]:
-        """reward/failures, reward/timeouts, reward/failure_fraction and the mean of each further numeric value.
+        """Compute reward/failures, reward/timeouts, reward/failure_fraction and the mean of each further numeric value.
 
         With `rows`, and more than one data source among them, also reward/<data_source>/score/mean.
         """
@@ -336,14 +338,14 @@ class RewardManager:
 
 
 def _num_workers(custom: CustomRewardFunctionConfig, manager: str) -> int:
-    """prime: as many processes as there are cores to run on, unless the user says how many."""
+    """Count the workers. prime: as many as there are cores to run on, unless the user says how many."""
     if manager == "prime" and custom.num_workers == 1:
         return min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
     return custom.num_workers
 
 
 def _graded_by(custom: CustomRewardFunctionConfig, reward_model: RewardModelConfig) -> str:
-    """Whose scores these are, for messages."""
+    """Name the origin of the scores, for messages."""
     if reward_model.reward_manager not in REWARD_MANAGERS:
         return f"reward_model.reward_manager={reward_model.reward_manager}"
     if custom.path is not None:

@@ -60,11 +60,14 @@ class ModelScore:
 
     @property
     def needs_rule(self) -> bool:
-        """Whether rules grade as well (reward_model.rule_weight)."""
+        """True where rules grade as well (reward_model.rule_weight)."""
         return self._config.rule_weight != 0
 
     def texts(self, answers: Sequence[Answer]) -> list[list[int] | str]:
-        """What the reward model reads, cut on the right at reward_model.max_length tokens; why a row cannot be read."""
+        """Make the reward model's inputs, cut on the right at reward_model.max_length tokens.
+
+        A row that cannot be read has the reason, a text, instead of token ids.
+        """
         most = self._config.max_length
         if self._encoder is None:
             return [[*answer.prompt_ids, *answer.response][:most] for answer in answers]
@@ -72,7 +75,7 @@ class ModelScore:
         return [text if isinstance(text, str) else text[:most] for text in texts]
 
     def add_to(self, scores: Scores, answers: Sequence[Answer]) -> Scores:
-        """model_weight * model + rule_weight * rule; both parts are kept in the extras (model_score, rule_score).
+        """Add model_weight * model + rule_weight * rule; both parts are kept in the extras (model_score, rule_score).
 
         A row whose rule failed stays failed; a model score that is not finite is a failure of its row. Failed rows are
         left out, or score reward_model.failure_penalty, as they do without a model.

@@ -23,7 +23,10 @@ class Part:
 
 
 class Weights:
-    """reward_model.weights: {data_source or pattern: {part: weight}}. ValueError for what cannot be graded so."""
+    """Weights of reward_model.weights: {data_source or pattern: {part: weight}}.
+
+    Raises ValueError for what cannot be graded so.
+    """
 
     def __init__(self, table: Mapping[str, Any], *, has_custom: bool, has_judge: bool) -> None:
         self._table = {

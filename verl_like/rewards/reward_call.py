@@ -1,4 +1,4 @@
-"""What travels between the trainer and a reward worker. Standard library only."""
+"""Messages between the trainer and a reward worker. Standard library only."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class RewardFunctionError(ServiceError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardOutcome(Outcome):
-    """What became of one call. `kind` is None when `score` is good, and may also be "bad_value".
+    """Result of one call. `kind` is None when `score` is good; besides the kinds of `Outcome`, it may be "bad_value".
 
     lost: a failure that says nothing about the response: left out whatever reward_model.failure_penalty is.
-    child_died: how a process ended that the function had started in its worker, in this call or before; else "".
+    child_died: end of a process that the function had started in its worker, in this call or before; else "".
     """
 
     score: float | None = None
@@ -31,9 +31,11 @@ class RewardOutcome(Outcome):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScorerSpec(OwnSpec):
-    """Which function a worker loads: a user's file or module (`path`), or the built-in graders (`path` is None).
+    """Function that a worker loads: of a user's file or module (`path`), or the built-in graders (`path` is None).
 
-    A call that names a built-in grader is graded by that one in either case. batch: the function takes lists.
+    A call that names a built-in grader is graded by that one in either case.
+
+    batch: the function takes lists.
     """
 
     factory: str = "verl_like.rewards.worker:Grader"
@@ -75,5 +77,5 @@ class RewardCall:
 
 
 def is_finite_reward(value: float) -> bool:
-    """Whether a number is finite as the 32-bit float that training uses."""
+    """True where a number is finite as the 32-bit float that training uses."""
     return abs(value) < _TOO_LARGE

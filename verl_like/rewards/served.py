@@ -13,8 +13,13 @@ _HEALTH_S, _TRIES = 10.0, 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """path: the model's, and the name under which the servers answer. places: (host:port, what to call it). lost: makes
-    the error that a run which has lost one ends with. end_ids: tokens that end the model's answers."""
+    """Addresses of the servers of a reward model, for its graders.
+
+    path: path of the model, and the name under which the servers answer.
+    places: (host:port, what to call it) of each server.
+    lost: makes the error that ends a run which has lost a server.
+    end_ids: tokens that end the model's answers.
+    """
 
     path: str
     places: Sequence[tuple[str, str]]
@@ -27,7 +32,7 @@ class ServedModel:
         return [address for address, _ in self.places]
 
     def next_address(self) -> str:
-        """Of the server whose turn it is."""
+        """Return the address of the server whose turn it is."""
         return self.places[next(self._turns) % len(self.places)][0]
 
     def require_alive(self) -> None:

@@ -1,4 +1,4 @@
-"""What runs in a reward worker: the user's function or a built-in grader, and how a score is read from its value."""
+"""Service of a reward worker: calls the user's function or a built-in grader, and reads the score from its value."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Grader:
 
 
 def _read(value: Any, reader: Callable[[Any], Any]) -> Any:
-    """What `reader` makes of a value, or an awaitable of that."""
+    """Apply `reader` to a value; for an awaitable value, return an awaitable of the result."""
     return _read_later(value, reader) if inspect.isawaitable(value) else reader(value)
 
 
@@ -143,8 +143,11 @@ def _plain(value: Any) -> Any:
 
 @functools.cache
 def watch_children() -> list[str]:
-    """How children of this process have died so far; the list grows. Only those of multiprocessing, which Python's own
-    pools start too: programs that a function runs may fail as they like. SIGTERM is how multiprocessing ends one."""
+    """Record how children of this process die, and return the list, which grows.
+
+    Only children of multiprocessing count, which Python's own pools start too: programs that a function runs may fail
+    as they like. SIGTERM is left out, as multiprocessing ends its children with it.
+    """
     deaths: list[str] = []
 
     def noting(self: Any, flag: int = os.WNOHANG, *, poll: Callable[..., int | None]) -> int | None:
@@ -159,6 +162,6 @@ def watch_children() -> list[str]:
 
 
 def last_death() -> str:
-    """The last one, or "", also of a child that nobody has waited for yet."""
+    """Return the last death of a child, also of one that nobody has waited for yet; "" without any."""
     multiprocessing.active_children()  # looks at each
     return next(reversed(watch_children()), "")

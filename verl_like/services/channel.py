@@ -20,11 +20,11 @@ _PART_BYTES, _MOST_PARTS = 1 << 18, 64
 
 
 class BrokenChannelError(Exception):
-    """What came through the channel is no message."""
+    """Error of a channel that delivered bytes which are no message."""
 
 
 class Channel:
-    """One end. The worker's blocks (`send`, `receive`); the pool's does not (`post`, `flush`, `arrived`)."""
+    """End of a channel. The worker's blocks (`send`, `receive`); the pool's does not (`post`, `flush`, `arrived`)."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
@@ -60,17 +60,20 @@ class Channel:
         return bytes(data)
 
     def post(self, message: Any) -> None:
-        """Write what there is room for of a message; `flush` writes the rest. OSError if the other end is gone."""
+        """Write what there is room for of a message; `flush` writes the rest.
+
+        Raises OSError if the other end is gone.
+        """
         self._outgoing += _frame(message)
         self.flush()
 
     @property
     def unsent(self) -> bool:
-        """Whether `flush` has something to do when there is room."""
+        """True where bytes wait for `flush` to send them."""
         return bool(self._outgoing)
 
     def flush(self) -> None:
-        """Write what there is room for. OSError if the other end is gone."""
+        """Write what there is room for. Raises OSError if the other end is gone."""
         while self._outgoing:
             try:
                 sent = self._end.send(memoryview(self._outgoing)[:_PART_BYTES], socket.MSG_DONTWAIT)

@@ -10,7 +10,9 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def empty_folder(folder: str, deadline: float = math.inf) -> None:
-    """Delete all that is in `folder`. OSError if that fails, TimeoutError (one of them) after `deadline` (monotonic).
+    """Delete all that is in `folder`.
+
+    Raises OSError if that fails, TimeoutError (one of them) after `deadline` (monotonic).
 
     Nesting costs neither stack nor descriptors nor path length: one folder is open at a time, and `..` leads back.
     Nobody else may be at work in there.

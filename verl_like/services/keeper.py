@@ -23,13 +23,14 @@ _PATIENCE_S = 5.0
 
 
 class _EndError(Exception):
-    """The keeper was told to end, or its parent has ended."""
+    """Sign that the keeper was told to end, or that its parent has ended."""
 
 
 def keep(parent_pid: int, descriptor: int, temporary: str) -> None:
     """Become two processes: this returns in the worker; the other one waits for it, and cleans up.
 
-    descriptor: the worker's end of its channel. temporary: a folder to be deleted at the end.
+    descriptor: the worker's end of its channel.
+    temporary: a folder to be deleted at the end.
     """
     for number in (signal.SIGINT, signal.SIGTERM):  # the trainer's business: it finishes its step and closes the pool
         signal.signal(number, signal.SIG_IGN)

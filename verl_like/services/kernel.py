@@ -34,23 +34,26 @@ def _check(result: int, what: str) -> int:
 
 
 def prctl(option: int, argument: int = 0) -> None:
-    """prctl with one argument."""
+    """Call prctl with one argument."""
     zero = ctypes.c_ulong(0)
     _check(_libc.prctl(option, ctypes.c_ulong(argument), zero, zero, zero), f"prctl({option})")
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """This signal when the parent ends. A change of user clears it: call it after that."""
+    """Ask the kernel to send this process a signal when its parent ends.
+
+    A change of user clears the request: call this after it.
+    """
     prctl(_PR_SET_PDEATHSIG, number)
 
 
 def set_dumpable(dumpable: bool) -> None:
-    """Whether other processes of the same user may look into this one."""
+    """Allow or forbid other processes of the same user to look into this one."""
     prctl(_PR_SET_DUMPABLE, int(dumpable))
 
 
 def set_no_new_privileges() -> None:
-    """No set-uid program can give this process anything any more."""
+    """Keep set-uid programs from giving this process any privilege from now on."""
     prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
@@ -76,7 +79,7 @@ def unshare(flags: int) -> None:
 
 
 def mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
-    """mount(2)."""
+    """Call mount(2)."""
     texts = [None if text is None else os.fsencode(text) for text in (source, target, kind, options)]
     _check(_libc.mount(texts[0], texts[1], texts[2], ctypes.c_ulong(flags), texts[3]), f"mount {target}")
 

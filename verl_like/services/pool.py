@@ -132,8 +132,10 @@ class WorkerPool(Generic[Payload, Answer]):
     def submit(self, calls: Sequence[Payload], *, session: Hashable | None = None) -> list[Future[Answer]]:
         """Queue calls; each future gets an outcome, also for a call that hangs or crashes.
 
+        Raises ValueError for a session of a spec with `batch`.
+
         session: all calls with this key go to one worker, one after the other. When that is replaced, they fail with
-        kind "crash", and so do later ones until `end_session`. ValueError for a spec with `batch`.
+            kind "crash", and so do later ones until `end_session`.
         """
         if session is not None and self._spec.batch:
             raise ValueError("calls of a session are answered one by one: a service with batch=True has no sessions")
@@ -160,7 +162,7 @@ class WorkerPool(Generic[Payload, Answer]):
         return [worker.process.pid for worker in self._workers]
 
     def gauges(self) -> dict[str, float]:
-        """See Gauges."""
+        """Report the numbers of workers, of replaced workers, and of calls that run and wait, by metric name."""
         workers, name = list(self._workers), f"pool/{self._spec.noun}"
         running = sum(len(worker.pending) for worker in workers)
         found = {f"{name}/workers": len(workers), f"{name}/workers_replaced": self._num_replaced}
@@ -231,7 +233,7 @@ class WorkerPool(Generic[Payload, Answer]):
         return bool(batch) and self._send(worker, batch)
 
     def _room(self, worker: _Worker) -> int:
-        """How many calls the worker may be sent now."""
+        """Count the calls that may be sent to the worker now."""
         if not worker.ready or worker.process.poll() is not None:  # its channel will tell that it died
             return 0
         if not worker.is_async:
@@ -370,7 +372,7 @@ class WorkerPool(Generic[Payload, Answer]):
                 self._replace(worker, f"gave {what}")
 
     def _lost(self, worker: _Worker) -> None:
-        """The worker's pipe closed: its process ended without being asked to."""
+        """Handle a worker whose pipe closed: its process ended without being asked to."""
         status = _describe_exit(worker)
         if not worker.ready:
             self._failed_starts += 1
@@ -403,7 +405,7 @@ class WorkerPool(Generic[Payload, Answer]):
 
     @staticmethod
     def _take_back(worker: _Worker) -> list[Call]:
-        """What the worker was sent and may be sent again: what stays pending belongs to its sessions."""
+        """Take the calls back that may be sent to another worker; calls of sessions stay with the worker."""
         taken = [item for item in worker.pending.values() if item.session is None]
         worker.pending = {number: item for number, item in worker.pending.items() if item.session is not None}
         return taken

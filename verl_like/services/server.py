@@ -33,9 +33,11 @@ class ServerError(RuntimeError):
 
 
 class Server:
-    """One such program. health: the URL that answers 200 once it serves. log: file of its output, appended to.
+    """Program that serves HTTP for the run. Call `start` and `wait_ready`, then `end`.
 
-    `start` and `wait_ready`, then `end`. environment: on top of this process's.
+    health: the URL that answers 200 once the program serves.
+    log: file of its output, appended to.
+    environment: variables on top of this process's.
     """
 
     def __init__(self, command: Sequence[str], *, health: str, log: Path, environment: Mapping[str, str]) -> None:
@@ -45,7 +47,7 @@ class Server:
         self._temporary: TempFolder | None = None  # of the program
 
     def start(self) -> None:
-        """Begin; returns at once."""
+        """Start the program; returns at once."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self._temporary = TempFolder()
         arguments = [str(os.getpid()), self._temporary.path, json.dumps(sys.path), *self._command]
@@ -61,12 +63,12 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """Of the process that looks after it."""
+        """Id of the process that looks after the server."""
         assert self._process is not None, "the server was not started"
         return self._process.pid
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Return when it serves. ServerError, with the end of its log, when it ended or takes longer."""
+        """Return when it serves. Raises ServerError, with the end of its log, when it ended or takes longer."""
         deadline = time.monotonic() + timeout_s
         while not answers(self._health, _LOOK_S * 10):
             if (ended := self.ended()) or time.monotonic() > deadline:
@@ -76,13 +78,13 @@ class Server:
             time.sleep(_LOOK_S)
 
     def ended(self) -> str:
-        """How it ended; "" while it runs."""
+        """Describe the server's end; "" while it runs."""
         assert self._process is not None, "the server was not started"
         code = self._process.poll()
         return "" if code is None else f"has ended (exit code {code})"
 
     def end(self) -> None:
-        """Kill it, and everything that it started. Safe to call twice."""
+        """Kill the program, and everything that it started. Safe to call twice."""
         if self._process is None or self._temporary is None:
             return
         if self._process.poll() is None:
@@ -102,7 +104,7 @@ DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def answers(url: str, timeout_s: float) -> bool:
-    """Whether a GET of this URL is answered with 200, without a proxy."""
+    """True where a GET of this URL is answered with 200, without a proxy."""
     try:
         with DIRECT.open(url, timeout=timeout_s) as reply:
             return reply.status == 200

@@ -1,4 +1,4 @@
-"""What the workers of a pool run, within which limits, and what becomes of a call. Standard library only.
+"""Services that the workers of a pool run, their limits, and the outcomes of calls. Standard library only.
 
 ServiceSpec(factory="tools.py:Calculator", arguments={"digits": 3}, timeout=5.0)     in the trainer
 service = Calculator(digits=3), once; then service.call(payload) for every call      in each worker
@@ -19,7 +19,7 @@ class ServiceError(ValueError):
 
 
 class Service(Protocol):
-    """What a factory makes in a worker process, and what lives as long as that."""
+    """Object that a factory makes in a worker process; it lives as long as the process."""
 
     is_async: bool  # many calls at a time, in one event loop
 
@@ -33,9 +33,10 @@ class Service(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of one call. `kind` is None when it is good.
+    """Result of one call.
 
-    kind: "exception" | "memory" | "timeout" | "crash", or one of the service's own; `message` tells what happened.
+    kind: None for a good call; otherwise "exception", "memory", "timeout", "crash", or one of the service's own.
+    message: description of the failure.
     """
 
     kind: str | None = None
@@ -52,9 +53,10 @@ class Result(Outcome):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceSpec:
-    """What a worker loads, and its limits. It travels by pickle; what it names is imported in the worker alone.
+    """Service that a worker loads, and its limits.
 
-    noun and section are for messages: "the {noun} worker ...", "no result within {section}timeout=...".
+    It travels by pickle; the factory it names is imported in the worker alone. `noun` and `section` are for messages:
+    "the {noun} worker ...", "no result within {section}timeout=...".
     """
 
     factory: str  # file.py:name or pkg://module:name
@@ -72,7 +74,7 @@ class ServiceSpec:
 
     @property
     def source(self) -> str:
-        """What is loaded, for messages: key=value."""
+        """Name the thing that is loaded, for messages: key=value."""
         return f"{self.section}factory={self.factory}"
 
     def make(self) -> Service:

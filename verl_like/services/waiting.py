@@ -18,9 +18,10 @@ from typing import Any
 
 
 class Call:
-    """A submitted payload and its future.
+    """Submitted payload and its future.
 
-    alone: sent in a message of its own, to find out which call kills workers. tries: how often it ran out of memory.
+    alone: send it in a message of its own, to find out which call kills workers.
+    tries: number of times it ran out of memory.
     """
 
     __slots__ = ("alone", "future", "group", "order", "payload", "session", "tries")
@@ -100,9 +101,12 @@ class Waiting:
                 self._line(call.session).appendleft(call)
 
     def take(self, place: Place, room: int, *, idle: bool, together: bool, share: int) -> list[Call]:
-        """What the worker of `place` is to be sent: `room` calls at most, and one of `share` parts of the queue.
+        """Remove and return the calls that the worker of `place` is to be sent. A call of a session comes alone.
 
-        together: all calls of a group. A call of a session comes alone.
+        room: most calls.
+        idle: the worker has nothing to do.
+        together: take all calls of a group.
+        share: number of parts of the queue of which the worker gets one.
         """
         with self._lock:
             own = place.calls and (not self._queue or place.calls[0].order < self._queue[0].order)
@@ -131,14 +135,14 @@ class Waiting:
         return calls
 
     def sent(self, call: Call, place: Place) -> None:
-        """The worker of `place` has the call: it has the call's session from now on."""
+        """Note that the worker of `place` has the call, and with it the call's session from now on."""
         with self._lock:
             if call.session is not None:
                 call.session.place = place
                 place.sessions.add(call.session)
 
     def done(self, call: Call) -> None:
-        """The call has its outcome: the next one of its session may go."""
+        """Note that the call has its outcome: the next one of its session may go."""
         with self._lock:
             if call.session is not None:
                 call.session.active = False
@@ -153,7 +157,7 @@ class Waiting:
                 self._advance(session)
 
     def lose(self, place: Place, why: str) -> list[Call]:
-        """The worker of `place` is gone, with its sessions: their calls, which no longer wait."""
+        """Mark the sessions of `place`, whose worker is gone, as lost; remove and return their calls."""
         with self._lock:
             calls = [*place.calls, *(call for session in place.sessions for call in session.waiting)]
             place.calls.clear()
@@ -172,7 +176,7 @@ class Waiting:
             self._lock.notify_all()
 
     def drain(self, at_work: Iterable[Call], places: Iterable[Place]) -> list[Call]:
-        """All calls that have no outcome yet, those at work among them."""
+        """Collect all calls that have no outcome yet, those at work among them."""
         with self._lock:
             calls = [*self._queue, *at_work, *(call for place in places for call in place.calls)]
             sessions = {call.session for call in calls if call.session is not None}

@@ -82,7 +82,7 @@ def _call(service: Service, spec: ServiceSpec, payloads: list[Any]) -> list[Outc
 
 
 async def _serve_concurrently(connection: Channel, service: Service, spec: ServiceSpec) -> None:
-    """Calls as they come, all in one event loop: for services that wait for something elsewhere."""
+    """Serve calls as they come, all in one event loop: for services that wait for something elsewhere."""
     loop = asyncio.get_running_loop()
     tasks: set[asyncio.Task[None]] = set()
     gone = asyncio.Event()

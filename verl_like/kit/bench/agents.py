@@ -74,8 +74,11 @@ async def wait() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What is played. lengths: tokens of each turn of each episode; a tool call of tool_s seconds follows every turn
-    but the last."""
+    """Episodes to play.
+
+    lengths: tokens of each turn of each episode; every turn but the last is followed by a tool call.
+    tool_s: seconds that a tool call takes.
+    """
 
     lengths: tuple[tuple[int, ...], ...]
     tool_s: float
@@ -206,7 +209,7 @@ def measure(
 async def play(
     work: Work, episodes: Sequence[int], runner: EpisodeRunner, encoder: PromptEncoder, client: RolloutClient, name: str
 ) -> None:
-    """Run these episodes at once. RuntimeError where one does not have the turns that it should have."""
+    """Run these episodes at once. Raises RuntimeError where one does not have the turns that it should have."""
     sampling = SamplingParams(max_tokens=work.max_length)
     how = Answering(runner=runner, sampling=sampling, n=1, seed=1, purpose=name)
     arrivals = Arrivals(asyncio.get_running_loop())
@@ -256,7 +259,7 @@ class _EveryTurnCalls:
 
 @dataclass(slots=True)
 class _Timed:
-    """`Ask` whose turns have the drawn lengths, and end as if by themselves."""
+    """Replacement of `Ask` whose turns have the drawn lengths, and end as if by themselves."""
 
     ask: Ask
     lengths: Sequence[int]
@@ -324,7 +327,7 @@ class _TimedToolbox:
 
 
 class _ClockSelector(selectors.DefaultSelector):
-    """Of an event loop whose time is a VirtualClock's: where it would wait, the next thing happens."""
+    """Selector for an event loop on a VirtualClock's time: where it would wait, the clock's next event happens."""
 
     def __init__(self, clock: VirtualClock) -> None:
         super().__init__()

@@ -78,13 +78,13 @@ def lengths_within(workload: Workload, num_tokens: int) -> list[int]:
 
 
 def layer_flops(shape: ModelShape, lengths: list[int]) -> float:
-    """Of one layer's forward pass."""
+    """Operations of the forward pass of one layer's attention."""
     cost = ModelCost.of(model_config(shape, max(lengths)))
     return sum(cost.attention_flops(length) for length in lengths) / len(cost.windows)
 
 
 def packed(shape: ModelShape, lengths: list[int], device: torch.device, dtype: torch.dtype) -> Callable[[], None]:
-    """Our attention function as the model calls it."""
+    """Prepare our attention function, as the model calls it, on packed sequences."""
     segments = Segments(sorted(lengths), device)
     inputs = _inputs(shape, (1, sum(lengths)), device, dtype)
     module = torch.nn.Identity()
@@ -92,7 +92,7 @@ def packed(shape: ModelShape, lengths: list[int], device: torch.device, dtype: t
 
 
 def padded(shape: ModelShape, lengths: list[int], device: torch.device, dtype: torch.dtype) -> Callable[[], None]:
-    """torch's attention over rows of the longest length, with the mask that padding needs."""
+    """Prepare torch's attention over rows of the longest length, with the mask that padding needs."""
     width = max(lengths)
     position = torch.arange(width, device=device)
     real_bL = position[None, :] < torch.tensor(lengths, device=device)[:, None]

@@ -45,7 +45,7 @@ def _on_h200(is_model: dict[str, bool], is_load: dict[str, bool], figures: dict[
 
 
 def _of_update(report: Report) -> Iterator[str]:
-    """Of the fastest row of each kind. An MFU counts no token whose prompt was shared."""
+    """State the bars of `bench update` with the fastest row of each kind. MFU counts no token of a shared prompt."""
     rows = [row for row in report.rows if row.seconds]
     ranks = report.work["ranks"]
     if "H200" in str(report.hardware["device"]) and report.work["model"] == asdict(MODELS["1.5b"]) and ranks == 1:
@@ -76,7 +76,7 @@ def _of_sync(report: Report) -> Iterator[str]:
 
 
 def bar(name: str, value: float, limit: float, *, at_least: bool = False) -> str:
-    """`Bar: sync 0.120, at most 0.15: met.`"""
+    """Write the verdict on a bar: `Bar: sync 0.120, at most 0.15: met.`"""
     met = value >= limit if at_least else value <= limit
     side = "at least" if at_least else "at most"
     return f"Bar: {name} {value:.3f}, {side} {limit}: {'met' if met else 'MISSED'}."

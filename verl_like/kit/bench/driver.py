@@ -1,4 +1,4 @@
-"""What the driver itself costs a step: seconds and memory of everything between the engines and the update.
+"""Cost of the driver itself in a step: seconds and memory of everything between the engines and the update.
 
     verl-like bench driver                                 # 1,024 prompts x 8, mean 2,300 tokens, at most 4,096
     verl-like bench driver --mean 8000 --longest 32768
@@ -81,7 +81,7 @@ class Phases:
     peak_bytes: dict[str, int] = field(default_factory=dict)
 
     def run(self, name: str, work: Callable[[], T]) -> T:
-        """Do it, and note what it took. Peak: above what was held before."""
+        """Run the work, and note the seconds and the peak of memory above what was held before."""
         gc.collect()
         before = reset_peak(_CPU) or 0  # nothing is known where there is no Linux
         start = time.process_time()  # what others take of the machine is not the driver's
@@ -169,7 +169,7 @@ def config_of(estimator: str, arguments: argparse.Namespace) -> PPOConfig:
 
 
 class _Driver:
-    """The driver's work of one step, phase by phase."""
+    """Driver's work of one step, phase by phase."""
 
     def __init__(self, config: PPOConfig, arguments: argparse.Namespace, phases: Phases) -> None:
         self.config, self.arguments, self.phases = config, arguments, phases
@@ -179,7 +179,10 @@ class _Driver:
         self.plan = plan
 
     def step(self, prompts: list[Prompt], messages: list[bytes], n: int, *, nested: bool = False) -> None:
-        """nested: whole, in one phase of the caller's; otherwise each phase alone, and further estimators."""
+        """Play the driver's part of a step.
+
+        nested: all of it, in one phase of the caller's; otherwise each phase alone, and further estimators.
+        """
         run = (lambda name, work: work()) if nested else self.phases.run
         completions = run("receive", lambda: _received(messages))
         rollouts = run("assemble", partial(_assembled, prompts, completions, n))
@@ -294,7 +297,7 @@ def _prompt(number: int, source: random.Random) -> Prompt:
 
 
 def _messages(lengths: Sequence[int]) -> list[bytes]:
-    """What the links bring, as bytes."""
+    """Pickle responses of these lengths, as the links to the replicas deliver them."""
     ended = [
         Completion(
             request_id=str(number),

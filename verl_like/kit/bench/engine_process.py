@@ -32,8 +32,10 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """What builds the engine, in its process. Picklable. local_rank: of its process group of one, if that is
-    another process; it chooses the GPU."""
+    """Settings that build the engine in its process. Picklable.
+
+    local_rank: rank in its process group of one, if it has a process of its own; it chooses the GPU.
+    """
 
     rollout: RolloutConfig
     model: ModelConfig
@@ -47,7 +49,7 @@ class EngineSettings:
 
 @dataclass(slots=True)
 class Hosted:
-    """What there is in an engine's process."""
+    """Objects in an engine's process."""
 
     rollout: RolloutEngine
     receiver: WeightReceiver
@@ -63,11 +65,14 @@ class EngineProcess:
         self._pool = ProcessPoolExecutor(1, mp_context=context, initializer=_start, initargs=(settings,))
 
     def begin(self, function: Callable[..., Result], *arguments: Any) -> Callable[[], Result]:
-        """Call it there; what is returned waits for its result or error (BrokenProcessPool: the process has ended)."""
+        """Begin a call in the engine's process.
+
+        Returns a function that waits for the result or error (BrokenProcessPool: the process has ended).
+        """
         return self._pool.submit(_call, function, arguments).result
 
     def call(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """`begin`, and wait."""
+        """Begin a call, and wait for its result."""
         return self.begin(function, *arguments)()
 
     def shutdown(self) -> None:
@@ -78,7 +83,7 @@ class EngineProcess:
 
 
 def hosted(settings: EngineSettings, process: ProcessInfo) -> Hosted:
-    """Build the engine here."""
+    """Build the engine in this process."""
     rollout = start_engine(
         settings.rollout,
         settings.model,
@@ -114,7 +119,7 @@ def _end(engine: Hosted) -> None:
 
 
 def wanted(engine: Hosted) -> Wanted:
-    """See WeightReceiver."""
+    """Ask the engine's receiver for the form in which it wants weights."""
     return engine.receiver.wanted()
 
 
@@ -126,13 +131,16 @@ def join(engine: Hosted, kind: str, way: Way) -> None:
 
 
 def receive(engine: Hosted) -> Receipt:
-    """See WeightReceiver."""
+    """Let the engine's receiver take the next update from the channel."""
     assert engine.channel is not None
     return engine.receiver.receive(engine.channel)
 
 
 def sender_of(kind: str, *, run_id: str, **settings: Any) -> WiredSender:
-    """The sending end of a channel to one engine in another process. settings: see WiredSender."""
+    """Make the sending end of a channel to one engine in another process.
+
+    settings: see WiredSender.
+    """
     if kind == "ipc":
         return IpcSender("rollout rank 0", run_id=run_id, **settings)
     return BroadcastSender(LOOPBACK, ["rollout rank 0"], **settings)

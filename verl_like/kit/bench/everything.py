@@ -65,7 +65,7 @@ def chosen(arguments: argparse.Namespace) -> list[Task]:
 
 
 def tasks_of(arguments: argparse.Namespace) -> list[Task]:
-    """Every benchmark: kernels, phases, then whole steps, which are told the generation measured alone."""
+    """List all benchmarks: kernels, phases, then whole steps, which are told the generation measured alone."""
     shape = ["--model", arguments.model, "--workload", arguments.workload]
     ranks = [] if arguments.ranks is None else ["--ranks", str(arguments.ranks)]
     threads = [] if arguments.threads is None else ["--threads", str(arguments.threads)]
@@ -98,7 +98,7 @@ def tasks_of(arguments: argparse.Namespace) -> list[Task]:
 
 
 def with_what_is_there(task: Task) -> Task:
-    """Whole steps are measured without the generation alone where that benchmark failed."""
+    """Drop the option for the generation alone where that benchmark failed: whole steps are measured without it."""
     if "--rollout" not in task.options:
         return task
     at = task.options.index("--rollout")
@@ -107,7 +107,7 @@ def with_what_is_there(task: Task) -> Task:
 
 
 def run(task: Task, json_path: Path, log_path: Path) -> str | None:
-    """The benchmark in a process of its own; its last lines if it failed."""
+    """Run the benchmark in a process of its own; return its last lines if it failed."""
     bench, *options = task.options
     command = [sys.executable, "-m", "verl_like.cli", "bench", bench, "--json", str(json_path), *options]
     with log_path.open("w") as log:

@@ -1,4 +1,4 @@
-"""What a request over the gateway costs the driver: many sessions at once, against the same tokens asked directly.
+"""Cost of a request over the gateway for the driver: many sessions at once, against the same tokens asked directly.
 
     verl-like bench gateway --sessions 200
 

@@ -59,7 +59,7 @@ class ForcedLengths:
         return Episode(turns=(Turn.of(prompt.ids, await self.response(prompt, sample, ask)),))
 
     async def response(self, prompt: Prompt, sample: int, ask: Ask) -> Completion:
-        """As many tokens as this row of its step must have."""
+        """Sample as many tokens as this row of the step must have."""
         step, row = self.place(prompt, sample)
         return await ask(prompt.ids, dataclasses.replace(self.sampling, max_tokens=self.lengths(step)[row]))
 
@@ -124,7 +124,7 @@ def main(arguments: argparse.Namespace) -> Report:
 
 
 def work_of(arguments: argparse.Namespace, workload: Workload, num_ranks: int) -> dict[str, Any]:
-    """What a report compares by."""
+    """Describe the work of the run: reports are comparable where it is equal."""
     return {
         "model": asdict(MODELS[arguments.model]),
         "workload": asdict(workload),
@@ -240,7 +240,7 @@ def phase_row(name: str, median: Mapping[str, float]) -> Row:
 
 
 def notes_of(figures: Mapping[str, Any]) -> list[str]:
-    """What the table does not show."""
+    """Write the figures that the table does not show as sentences."""
     peak, alone = figures["peak"], figures["generation_alone_seconds"]
     generation = "of the step itself" if alone is None else f"{alone:.2f} s, measured alone"
     return [

@@ -32,7 +32,7 @@ WAYS = ("torch", "triton", "full logits")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """N tokens, V ids, H hidden."""
+    """Size of the head: N tokens, V ids, H hidden."""
 
     tokens: int
     vocab: int
@@ -43,12 +43,12 @@ class Size:
 
     @property
     def flops(self) -> float:
-        """One product with the head forward, two backward, a multiply and an add each."""
+        """Operations of one product with the head forward, two backward, a multiply and an add each."""
         return 6.0 * self.tokens * self.vocab * self.hidden
 
     @property
     def gradient_bytes(self) -> float:
-        """What any way must make: the gradients of hidden states and weight, in their precision."""
+        """Bytes that every implementation must make: the gradients of hidden states and weight, in their precision."""
         return (self.tokens + self.vocab) * self.hidden * dtype_of(self.dtype).itemsize
 
 
@@ -81,7 +81,7 @@ def main(arguments: argparse.Namespace) -> Report:
 
 
 def in_own_process(way: str, size: Size) -> Measured | None:
-    """None where the memory does not suffice."""
+    """Measure in a fresh process; None where the memory does not suffice."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(measure, way, size).result()
 

@@ -23,7 +23,10 @@ Parts = Iterable[bytes | float]  # what is sent; numbers are pauses in seconds
 
 
 def kinds(key: str) -> dict[str, Parts]:
-    """Of each kind: what is sent. key: of an open session."""
+    """Build the bytes to send for each kind of request.
+
+    key: API key of an open session.
+    """
 
     def post(body: bytes, headers: str = "", *, key: str = key, length: int | None = None) -> bytes:
         size = f"Content-Length: {len(body) if length is None else length}"

@@ -32,7 +32,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def write_inputs(folder: Path, shape: ModelShape, workload: Workload, *, num_steps: int, seed: int = 1) -> None:
-    """folder/{model,tokenizer,train.parquet,reward.py}: random weights, and enough prompts for `num_steps` steps.
+    """Write folder/{model,tokenizer,train.parquet,reward.py}: random weights, and prompts for `num_steps` steps.
 
     The tokenizer has a folder of its own: beside a Qwen2 config transformers would split text by Qwen2's rules.
     """

@@ -42,7 +42,7 @@ def main(arguments: argparse.Namespace) -> Report:
 
 
 def measure(process: ProcessInfo, run_id: str, job: Job, num_rounds: int) -> tuple[list[float], DevicePeak]:
-    """On each rank: seconds of each round, and what the device can do."""
+    """Measure on each rank the seconds of each round, and the peak of the device."""
     batch = grouped_rows(job.workload, job.spec.tokenizer_size, seed=1)
     rows = share_of_rank(job, batch, process)
     actor = ActorRole(job.spec, process)

@@ -93,7 +93,7 @@ def rows_of(name: str, told: Forecast, measured: dict[str, float]) -> list[Row]:
 
 
 def case(name: str, budget: int, threads: int | None) -> tuple[Forecast, dict[str, float], str]:
-    """(forecast, measured GiB by phase, device) of one case; in a fresh process."""
+    """Run one case in a fresh process; return its forecast, the measured GiB by phase, and the device."""
     on_cuda = torch.cuda.is_available()
     ranks = 1 if on_cuda else CASES[name][1]
     with tempfile.TemporaryDirectory() as folder:
@@ -128,7 +128,7 @@ def job_of(folder: Path, name: str, budget: int, *, on_cuda: bool, tiny: bool = 
 
 
 def told_of(job: Job, ranks: int, *, on_cuda: bool) -> Forecast:
-    """What the forecast says of it."""
+    """Forecast the memory of a job."""
     shape = Shape.of(load_hf_config(job.spec.config.actor_rollout_ref.model), job.cost)
     return forecast(job.spec.config, shape, None, Machine(on_cpu=not on_cuda, world=ranks, capacity=None))
 

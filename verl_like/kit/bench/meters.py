@@ -1,4 +1,4 @@
-"""How much memory tensors take at most while something runs, and where the time of nested calls goes."""
+"""Meters: the most memory that tensors take while something runs, and the time spent in each of nested calls."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """`peak`: most bytes of tensors alive at a time that were made inside, on this thread. CUDA: of its allocator.
+    """Meter of the most bytes (`peak`) alive at a time in tensors that were made inside, on this thread.
 
-    On a CPU every operation is looked at, which costs time: nothing is timed inside.
+    On CUDA the allocator counts. On a CPU every operation is looked at, which costs time: nothing is timed inside.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -55,8 +55,11 @@ class LiveBytes(TorchDispatchMode):
 
 
 class StageClock:
-    """`seconds[stage]`: what passed while that stage was the innermost. `wait`: called at each change of stage, for
-    devices whose work goes on behind the call."""
+    """Clock of nested stages.
+
+    seconds: by stage, the time that passed while it was the innermost.
+    wait: called at each change of stage, for devices whose work goes on behind the call.
+    """
 
     def __init__(self, wait: Callable[[], None]) -> None:
         self.seconds: dict[str, float] = {}
@@ -66,7 +69,7 @@ class StageClock:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Inside, time belongs to `name`, unless another stage is opened within."""
+        """Charge the time until the block ends to `name`, but for that of stages opened within."""
         self._charge()
         self._open.append(name)
         try:

@@ -1,4 +1,4 @@
-"""How well rows fill micro-batches: their number against the least possible, and the share of the budget in use.
+"""Quality of packing: the number of micro-batches against the least possible, and the share of the budget in use.
 
     verl-like bench packing
     verl-like bench packing --workloads w2 w3 --budgets 8192 32768 --ranks 1 8
@@ -27,7 +27,12 @@ EXCESS, FILL = 1, 0.95  # the project's targets: micro-batches over the least nu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quality:
-    """Of one rank's rows."""
+    """Packing of one rank's rows.
+
+    count: micro-batches.
+    least: lower bound on them.
+    fill: share of the token budget in use.
+    """
 
     count: int
     least: int
@@ -35,7 +40,7 @@ class Quality:
 
     @property
     def good(self) -> bool:
-        """Both targets."""
+        """True where both targets are met."""
         return self.count <= self.least + EXCESS and (self.count < _MANY or self.fill > FILL)
 
 
@@ -71,14 +76,17 @@ def qualities(num_tokens: Sequence[int], budget: int, num_ranks: int) -> list[Qu
 
 
 def quality(num_tokens: Sequence[int], budget: int) -> Quality:
-    """Of the rows of one rank; a row longer than the budget travels alone and fills its micro-batch."""
+    """Measure the packing of one rank's rows.
+
+    A row longer than the budget is a micro-batch of its own, and fills it.
+    """
     parts = micro_batches(num_tokens, MicroBatchRule(max_tokens=budget))
     used = sum(min(budget, sum(num_tokens[row] for row in part)) for part in parts)
     return Quality(count=len(parts), least=least_bins(num_tokens, budget), fill=used / (budget * len(parts)))
 
 
 def least_bins(sizes: Sequence[int], capacity: int) -> int:
-    """No packing has fewer bins (bound L2 of Martello and Toth, Knapsack Problems, 1990, section 8.3).
+    """Compute a lower bound on the number of bins: L2 of Martello and Toth, Knapsack Problems, 1990, section 8.3.
 
     For every threshold t up to half the capacity: sizes over capacity - t need a bin of their own, in which nothing of
     size t or more fits beside; sizes over half need one each, and what sizes from t on do not find there fills more.

@@ -39,7 +39,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What every rank needs to know. Picklable."""
+    """Description of the work that every rank needs. Picklable."""
 
     spec: WorkerSpec
     workload: Workload
@@ -51,7 +51,10 @@ class Job:
         return self.spec.plan.world_size
 
     def run_shape(self, peaks: Sequence[DevicePeak]) -> RunShape:
-        """For the floors; peaks: one for each rank."""
+        """Make the shape that the floors are computed from.
+
+        peaks: one for each rank.
+        """
         rollout = self.spec.config.actor_rollout_ref.rollout
         weight_type = dtype_of(resolve_dtype(rollout.dtype, self.device))
         return RunShape(
@@ -114,7 +117,7 @@ def build_job(folder: Path, shape: ModelShape, workload: Workload, keys: Sequenc
 
 
 def model_keys(model: str) -> list[str]:
-    """What belongs to a model besides its shape: the small one keeps its activations."""
+    """List the keys that a model needs besides its shape: the small one keeps its activations."""
     return [f"{POLICY}.model.enable_gradient_checkpointing=False"] if model == "cpu" else []
 
 
@@ -144,8 +147,11 @@ def overrides(folder: Path, workload: Workload, ranks: int | None) -> list[str]:
 def measure_on_ranks(
     bench: str, measure: Callable[..., Result], arguments: argparse.Namespace, job: Job, *inputs: Any, **more: Any
 ) -> tuple[dict[str, Any], list[Result]]:
-    """measure(process, run_id, job, *inputs, rounds) on every rank of the job; with what a report compares by: shapes,
-    ranks, threads, changed keys and `more`. Raises BenchError first if the report to compare with is of other work."""
+    """Run measure(process, run_id, job, *inputs, rounds) on every rank of the job; return the work and the results.
+
+    The work is what a report compares by: shapes, ranks, threads, changed keys and `more`. Raises BenchError first if
+        the report to compare with is of other work.
+    """
     work = {
         "model": asdict(MODELS[arguments.model]),
         "workload": asdict(job.workload),

@@ -27,10 +27,12 @@ _OWN_TO_RANK = ("RANK", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES")
 def on_ranks(
     function: Callable[..., Result], *arguments: Any, num_ranks: int, device: str, threads: int | None = None
 ) -> list[Result]:
-    """function(process, run_id, *arguments) on each rank; the results in rank order.
+    """Run function(process, run_id, *arguments) on each rank, and return the results in rank order.
 
-    The function is one of a module, arguments and results can be pickled. threads: torch's, of each rank; None: the
-    cores shared evenly. An error on one rank ends all of them and is raised here with its traceback.
+    An error on one rank ends all of them and is raised here with its traceback.
+
+    function: a function of a module. Arguments and results can be pickled.
+    threads: torch's, of each rank; None: the cores shared evenly.
     """
     port, run_id = free_port(LOOPBACK), new_run_id()
     count = threads or omp_threads(num_ranks, device)

@@ -41,7 +41,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What one benchmark found. `notes`: sentences that belong to the figures, what the floor means first."""
+    """Figures of one benchmark.
+
+    notes: sentences that belong to the figures, the meaning of the floor first.
+    """
 
     bench: str
     work: dict[str, Any]
@@ -113,13 +116,13 @@ def finish(report: Report, json_path: Path | None, compare: Path | None) -> Repo
 
 
 def check_comparable(bench: str, work: Mapping[str, Any], compare: Path | None) -> None:
-    """The refusal of `Report.require_comparable`, before any work is done."""
+    """Refuse, as `Report.require_comparable` does, before any work is done."""
     if compare is not None:
         Report(bench=bench, work=dict(work), rows=[]).require_comparable(Report.load(compare))
 
 
 def number(value: float | None) -> str:
-    """Three digits that count; thousands separated."""
+    """Format a figure with three significant digits, thousands separated."""
     if value is None:
         return ""
     size = abs(value)
@@ -139,7 +142,7 @@ def markdown(lines: Sequence[Sequence[str]]) -> str:
 
 
 def hardware() -> dict[str, Any]:
-    """What the figures depend on besides the work; equal for two runs on the same kind of machine."""
+    """Describe the hardware that the figures depend on; equal for two runs on the same kind of machine."""
     if torch.cuda.is_available():
         return {"device": torch.cuda.get_device_name(), "devices": torch.cuda.device_count()}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -165,7 +168,7 @@ def _processor() -> str:
 
 
 def _identity(report: Report) -> dict[str, Any]:
-    """Flat, and as JSON gives it back."""
+    """Flatten, and convert as JSON gives it back."""
     flat = {"bench": report.bench} | {f"hardware.{key}": value for key, value in report.hardware.items()}
     flat |= {f"work.{key}": value for key, value in report.work.items()}
     return json.loads(json.dumps(flat))

@@ -64,7 +64,7 @@ def measured(arguments: argparse.Namespace) -> Report:
 
 
 def measure(process: ProcessInfo, run_id: str, job: Job, num_rounds: int) -> tuple[list[float], DevicePeak]:
-    """On each rank: seconds of each round, and what the device can do in the rollout's precision."""
+    """Measure on each rank the seconds of each round, and the device's peak in the rollout's precision."""
     engine = rollout_engine(job.spec, process, run_id)
     try:
         peak = device_peak(process.device, engine.dtype)
@@ -84,7 +84,10 @@ def measure(process: ProcessInfo, run_id: str, job: Job, num_rounds: int) -> tup
 
 
 def requests_of(job: Job, rank: int, number: int) -> list[GenerationRequest]:
-    """What this rank's replica generates in round `number`; of a tensor-parallel one only the first rank."""
+    """Make the requests of this rank's replica for round `number`.
+
+    The first rank of a tensor-parallel replica has them all, the others none.
+    """
     rollout, workload = job.spec.config.actor_rollout_ref.rollout, job.workload
     prompts = random_prompts(workload, job.spec.tokenizer_size, seed=number)
     plan, n, seed = job.spec.plan, workload.responses_per_prompt, job.spec.config.trainer.seed

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 
 class BenchError(Exception):
-    """What is wrong with the options of a benchmark, for the user: the command ends with this message alone."""
+    """Mistake in the options of a benchmark, told to the user: the command ends with this message alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +43,10 @@ class Workload:
         return _scaled_to_mean(raw, self.mean_response, self.max_response)
 
     def response_lengths(self, seed: int) -> list[int]:
-        """`draw_lengths`; where responses end by themselves, as a random model of 64 words ends them: each token is
-        the last one with probability 1/64."""
+        """Draw the lengths of responses, by `draw_lengths` or as a random model of 64 words ends them.
+
+        Such a model's responses end by themselves: each token is the last one with probability 1/64.
+        """
         if self.mean_response is not None:
             return self.draw_lengths(seed)
         draw = random.Random(seed)
@@ -54,7 +56,7 @@ class Workload:
         ]
 
     def with_rows(self, num_rows: int | None) -> Workload:
-        """The same with fewer (or more) prompts. Raises BenchError unless the rows are whole groups of one prompt."""
+        """Copy the workload with `num_rows` rows. Raises BenchError unless these are whole groups of one prompt."""
         if num_rows is None:
             return self
         n = self.responses_per_prompt

@@ -61,8 +61,13 @@ _ROLLOUT_STAGES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFigures:
-    """Of one rank: seconds of each round; stages (in one process) and report of one more. peak_bytes: most memory of
-    tensors alive at a time that a sync makes, in this process and in the engine's."""
+    """Figures of one rank.
+
+    seconds: of each round.
+    peak_bytes: most memory of tensors alive at a time that a sync makes, in this process and in the engine's.
+    stages: seconds of each stage of one more sync, in one process.
+    report: the report of that sync.
+    """
 
     seconds: dict[str, list[float]]
     peak_bytes: dict[str, tuple[int, int]]
@@ -87,8 +92,10 @@ def main(arguments: argparse.Namespace) -> Report:
 
 
 def measure(process: ProcessInfo, run_id: str, job: Job, kind: str, num_rounds: int) -> RankFigures:
-    """On each rank: syncs with and without the proof in turn, from the trainer's phase each; one of each whose memory
-    is counted; in one process one more by stages."""
+    """Measure on each rank syncs with and without the proof in turn, each from the trainer's phase on.
+
+    One more of each counts the memory; in one process, a last one is timed by stages.
+    """
     actor = ActorRole(job.spec, process).engine
     syncs: _Here | _Between = (_Here if kind == "inproc" else partial(_Between, kind))(job, process, run_id, actor)
     try:
@@ -115,7 +122,7 @@ def measure(process: ProcessInfo, run_id: str, job: Job, kind: str, num_rounds: 
 
 
 class _Here:
-    """The hybrid engine's syncs."""
+    """Syncs of the hybrid engine."""
 
     def __init__(self, job: Job, process: ProcessInfo, run_id: str, actor: FSDPEngine) -> None:
         self._rollout = rollout_engine(job.spec, process, run_id)
@@ -125,16 +132,16 @@ class _Here:
         self._variants = {WITH: self._made(prove=True), WITHOUT: self._made(prove=False)}
 
     def prepare(self) -> None:
-        """Back to the trainer's phase."""
+        """Go back to the trainer's phase."""
         self._residency.enter(Phase.train)
 
     def sync(self, name: str, version: int, _: object) -> int:
-        """One sync; nothing is counted elsewhere."""
+        """Sync once; nothing is counted elsewhere."""
         _synced(self._variants[name], version, self._residency)
         return 0
 
     def by_stages(self, version: int) -> tuple[dict[str, float], SyncReport]:
-        """One more, with the proof: seconds of each stage."""
+        """Sync once more, with the proof, and measure the seconds of each stage."""
         clock = StageClock(torch.cuda.synchronize if self._device.type == "cuda" else lambda: None)
         self.prepare()
         with clock.stage("rest"):
@@ -147,7 +154,7 @@ class _Here:
 
 
 class _Between:
-    """To an engine in another process: one for each rank by ipc, one for all by broadcast, which the first rank has."""
+    """Syncs to an engine in another process: one for each rank by ipc; one for all, of the first rank, by broadcast."""
 
     def __init__(self, kind: str, job: Job, process: ProcessInfo, run_id: str, actor: FSDPEngine) -> None:
         policy, self._engine = job.spec.config.actor_rollout_ref, None
@@ -172,10 +179,10 @@ class _Between:
         self._sources = {WITH: made(prove=True), WITHOUT: made(prove=False)}
 
     def prepare(self) -> None:
-        """There is no other engine to make room for."""
+        """Do nothing: there is no other engine to make room for."""
 
     def sync(self, name: str, version: int, function: Callable[[Hosted], tuple[Receipt, int]]) -> int:
-        """One sync; what `function` counted in the engine's process."""
+        """Sync once; return what `function` counted in the engine's process."""
         received = None if self._engine is None else self._engine.begin(function)
         sent = self._sources[name].send(version, self._wanted, self._channel)
         receipt, peak = (None, 0) if received is None else received()
@@ -183,7 +190,7 @@ class _Between:
         return peak
 
     def by_stages(self, version: int) -> tuple[dict[str, float], SyncReport]:
-        """One more with the proof, whose stages run beside each other: none is told apart."""
+        """Sync once more with the proof. Its stages overlap, so that none is timed alone."""
         self.sync(WITH, version, receive)
         return {}, self._report
 
@@ -201,12 +208,12 @@ def _from_first(value: Any) -> Any:
 
 
 def receive(engine: Hosted) -> tuple[Receipt, int]:
-    """In the engine's process."""
+    """Receive an update, in the engine's process."""
     return receive_update(engine), 0
 
 
 def receive_counted(engine: Hosted) -> tuple[Receipt, int]:
-    """In the engine's process: with the most bytes that it took there."""
+    """Receive an update, in the engine's process, and count the most bytes that it takes there."""
     with LiveBytes(engine.device) as live:
         receipt = receive_update(engine)
     return receipt, live.peak
@@ -229,7 +236,7 @@ def weight_sync(
 
 
 def _synced(sync: WeightSync, version: int, residency: Residency) -> SyncReport:
-    """As `workers.weights` does it: the engine is ready to sample afterwards."""
+    """Sync the weights as `workers.weights` does: the engine is ready to sample afterwards."""
     report = sync.sync(version)
     residency.enter(Phase.rollout)
     return report

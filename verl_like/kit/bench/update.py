@@ -58,7 +58,12 @@ class Variant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFigures:
-    """Of one rank, by variant: seconds of each round, metrics and peak memory (CUDA); peaks by dtype and round."""
+    """Figures of one rank, by variant.
+
+    seconds: of each round.
+    memory_gb: peak memory (CUDA).
+    peaks: rates of the device, one for each round; by dtype instead of variant.
+    """
 
     seconds: dict[str, list[float]]
     metrics: dict[str, dict[str, Metric]]
@@ -87,7 +92,7 @@ def variants_of(arguments: argparse.Namespace) -> list[Variant]:
 
 
 def measure(process: ProcessInfo, run_id: str, job: Job, variants: list[Variant], num_rounds: int) -> RankFigures:
-    """On each rank: every variant in turn, in rounds, so that a change of the machine's speed meets them all."""
+    """Measure every variant in turn on each rank, in rounds, so that a change of the machine's speed meets them all."""
     batch = grouped_rows(job.workload, job.spec.tokenizer_size, seed=1)
     rows = share_of_rank(job, batch, process)
     denominators = denominators_of(batch, job.workload.max_response)
@@ -165,7 +170,7 @@ def rate_of(peaks_by_rank: list[list[DevicePeak]]) -> float:
 
 
 def notes_of(rows: list[Row], figures: dict[str, Any], job: Job, ranks: list[RankFigures]) -> list[str]:
-    """What is meant by the columns, and the ratios that the table does not show."""
+    """Explain the columns, and state the ratios that the table does not show."""
     source = next(iter(ranks[0].peaks.values()))[0].source
     rates = ", ".join(f"{dtype} {rate / 1e9:,.0f} GFLOP/s" for dtype, rate in figures["gemm_rate"].items())
     notes = [

@@ -166,7 +166,7 @@ class ColossalRun(Foreign):
 
 
 def _spread(count: int, keys: list[str]) -> dict[str, Any]:
-    """So many processes as nodes and processes of each."""
+    """Divide a number of processes into nodes and processes of each."""
     nodes = math.ceil(count / _GPUS_PER_NODE)
     return {keys[0]: nodes, keys[1]: count if nodes == 1 else _GPUS_PER_NODE}
 

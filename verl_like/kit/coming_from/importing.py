@@ -30,7 +30,7 @@ CARRIED, NOTHING, REFUSED, UNKNOWN = "carried", "needs nothing", "refused", "unk
 
 
 class Outcome(NamedTuple):
-    """What becomes of one setting. A refused one may carry settings too: what stands in for it."""
+    """Fate of one setting. A refused one may carry settings too, which stand in for it."""
 
     status: str
     settings: Mapping[str, Any] = {}
@@ -39,7 +39,10 @@ class Outcome(NamedTuple):
 
 @dataclass(slots=True)
 class Item:
-    """One setting of the other project. assumed: it was left out there, and its default is not ours."""
+    """Setting of the other project.
+
+    assumed: it was left out there, and its default is not ours.
+    """
 
     name: str
     value: Any
@@ -62,7 +65,7 @@ class Imported:
         return [item for item in self.items if item.status == status]
 
     def overrides(self) -> list[str]:
-        """As on the command line of train, a preset first."""
+        """List the settings as on the command line of train, a preset first."""
         order = {key: place for place, key in enumerate(["preset", *keys()])}
         return [f"{key}={text_of(self.settings[key])}" for key in sorted(self.settings, key=order.__getitem__)]
 
@@ -96,9 +99,10 @@ class Imported:
 
 
 class Foreign:
-    """The settings of another project, with the functions that the table's rules name (methods called rule_NAME).
+    """Settings of another project, with the functions that the table's rules name (methods called rule_NAME).
 
-    leaves: dotted name -> value. referred: names that other settings took their value from.
+    leaves: dotted name -> value.
+    referred: names that other settings took their value from.
     """
 
     project = ""
@@ -116,7 +120,7 @@ class Foreign:
         return otherwise if row is None or row.default is ... or otherwise is not None else row.default
 
     def is_on(self, name: str) -> bool:
-        """What `if NAME` of a rule asks."""
+        """Evaluate the condition `if NAME` of a rule."""
         return bool(self(name))
 
     def group(self) -> dict[str, Any]:
@@ -128,11 +132,11 @@ class Foreign:
         return row_of(self.project, name)
 
     def idle(self, name: str) -> str:
-        """Why a setting cannot have an effect there either; empty where it can."""
+        """Explain why a setting cannot have an effect in the other project either; empty where it can."""
         return ""
 
     def outcome(self, name: str, value: Any) -> Outcome:
-        """What becomes of a setting, before it is compared with our defaults and the other settings."""
+        """Decide a setting's fate, before it is compared with our defaults and the other settings."""
         row = self.row_of(name)
         if value == {} or (row is None and value is None):
             return Outcome(NOTHING, note="nothing is set")
@@ -188,13 +192,13 @@ class Foreign:
 
 
 def _whole_name(row: ForeignRow, last: str) -> str:
-    """A name of the line that ends so; of alternatives in brackets the first."""
+    """Return the name of the line that ends with `last`; of alternatives in brackets the first."""
     name = next(name for name in row.names if last in name.replace("-", "_"))
     return re.sub(r"\(([^)]*)\)", lambda many: last if last in many[1].split("|") else many[1].split("|")[0], name)
 
 
 def carry(ours: list[str], value: Any) -> dict[str, Any]:
-    """The value under each key; KEY=value of the table stays that."""
+    """Put the value under each key; KEY=value of the table keeps its own."""
     pairs = (key.partition("=") for key in ours)
     return {key: value_of(fixed) if equals else value for key, equals, fixed in pairs}
 
@@ -204,7 +208,7 @@ def _off(condition: str) -> str:
 
 
 def translate(source: Foreign) -> Imported:
-    """Every setting of the source in its list, and the settings of ours that come of them."""
+    """Put each setting of the source into its list, and collect the settings of ours that come of them."""
     base, followers = _base(*(f"{key}={value}" for key, value in source.group().items())), _followers()
     done = Imported(source.project)
     by: dict[str, str] = {}
@@ -262,7 +266,7 @@ def _joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fits(old: Any, new: Any) -> bool:
-    """Whether two values of a key can stand together: they are equal, or dictionaries that can be joined."""
+    """True where two values of a key can stand together: they are equal, or dictionaries that can be joined."""
     if isinstance(old, dict) and isinstance(new, dict):
         return all(_fits(old[name], new[name]) for name in old.keys() & new.keys())
     return old == new
@@ -273,7 +277,7 @@ def _same(ours: Any, new: Any) -> bool:
 
 
 def _allowed(key: str, new: Any) -> bool:
-    """Whether null, with which other projects leave a setting out, is a value of our key."""
+    """True where a value fits our key: null, with which other projects leave a setting out, is not one of every key."""
     return new is not None or type(None) in get_args(keys()[key].type)
 
 
@@ -307,7 +311,7 @@ def flat(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def write(done: Imported, path: Path, heading: list[str]) -> None:
-    """A shell script, or for .yaml and .yml a file of the configuration, with the heading as comments.
+    """Write a shell script, or for .yaml and .yml a file of the configuration, with the heading as comments.
 
     Raises ConfigError where the file cannot be written.
     """

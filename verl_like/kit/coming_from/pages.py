@@ -111,7 +111,7 @@ def _verl() -> str:
 
 
 def _cell(pattern: str) -> str:
-    """A pattern as a table cell: a bar would end it."""
+    """Write a pattern as a table cell, which a bar would end."""
     return pattern.replace("\\.", ".").replace("|", "\\|")
 
 

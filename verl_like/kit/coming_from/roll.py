@@ -99,7 +99,7 @@ class RollFile(Foreign):
         return ""
 
     def has(self, start: str) -> bool:
-        """Whether the file has settings below this name."""
+        """True where the file has settings below this name."""
         return any(name.startswith(f"{start}.") for name in self.leaves)
 
     def devices(self, *roles: str) -> set[int]:
@@ -107,7 +107,7 @@ class RollFile(Foreign):
         return {device for role in roles for device in _devices(self(f"{role}.device_mapping"))}
 
     def update(self, role: str) -> float:
-        """[prompts] What one optimizer step of a role takes, over all its processes."""
+        """Count the prompts that one optimizer step of a role takes, over all its processes."""
         training = f"{role}.training_args"
         sequences = self(f"{training}.per_device_train_batch_size", 8) * self(
             f"{training}.gradient_accumulation_steps", 1
@@ -119,7 +119,10 @@ class RollFile(Foreign):
         return sequences * max(1, len(self.devices(role))) / (split * self.responses)
 
     def mini_batch(self, role: str) -> int:
-        """[prompts] The same here, where updates are equal and of whole prompts: the largest size not above it."""
+        """Count the prompts of a mini-batch here, where updates are equal and of whole prompts.
+
+        It is the largest such size not above ROLL's.
+        """
         sizes = range(min(self.prompts, int(self.update(role))), 0, -1)
         return next((size for size in sizes if self.prompts % size == 0), 1)
 
@@ -184,7 +187,7 @@ class RollFile(Foreign):
 
     @property
     def samples_apart(self) -> bool:
-        """Whether the run is asynchronous, and nothing else is on the devices that sample."""
+        """True where the run is asynchronous, and no other role is on the devices that sample."""
         others = self.devices(*(role for role in _ROLES if role != "actor_infer"))
         return bool(self("async_generation_ratio", 0)) and bool(
             (own := self.devices("actor_infer")) and not own & others
@@ -226,8 +229,10 @@ class RollFile(Foreign):
         return Outcome(CARRIED, {keys[0]: "reinforce", "algorithm.reward_norm.kind": "group"}, why)
 
     def _plain_grpo(self) -> bool:
-        """Whether ROLL's grpo is ours: nothing happens between its normalisation and the sum. No reward is further from
-        the mean of its group than (n - 1) / sqrt(n) standard deviations."""
+        """True where ROLL's grpo is ours: no step comes between its normalisation and the sum.
+
+        No reward is further from the mean of its group than (n - 1) / sqrt(n) standard deviations.
+        """
         clip = self("reward_clip") or math.inf
         reaches = clip < (self.responses - 1) / math.sqrt(self.responses)
         return self("gamma", 1) == 1 and not self("add_token_level_kl") and not reaches
@@ -314,7 +319,7 @@ class RollFile(Foreign):
         return {keys[0]: value, keys[1]: value > 0}
 
     def _domain(self, name: str) -> tuple[str, str]:
-        """Of a reward setting: the class of its domain's worker, and our grader."""
+        """Return the worker class of a reward setting's domain, and our grader."""
         start = ".".join(name.split(".")[:2])
         kind = str(self(f"{start}.worker_cls", "")).rpartition(".")[2]
         judged = kind == "LLMJudgeRewardWorker" and self(f"{start}.judge_api_url")

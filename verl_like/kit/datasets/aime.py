@@ -24,7 +24,7 @@ _COLUMNS = ("problem", "answer", "id", "year", "url")
 
 
 def to_row(record: dict[str, Any], index: int, split: str, data_source: str) -> dict[str, Any]:
-    """One record as a row of the schema. ValueError unless the answer is a number of up to three digits."""
+    """One record as a row of the schema. Raises ValueError unless the answer is a number of up to three digits."""
     fields = {name.lower(): value for name, value in record.items()}
     answer = str(fields["answer"]).strip()
     if not re.fullmatch(r"\d{1,3}(\.0)?", answer):

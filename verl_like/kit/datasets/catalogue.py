@@ -13,8 +13,12 @@ from verl_like.data.rows import READERS, file_format
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """One data set. hub: the data set on the Hugging Face hub with its raw files, all below `folder` there; None: it is
-    generated, or its files must be given (`needs`). one_file: the script reads a file, not a folder of splits."""
+    """Data set that `verl-like data prepare` makes.
+
+    hub: the data set on the Hugging Face hub with its raw files, all below `folder` there; None: it is generated, or
+        its files must be given (`needs`).
+    one_file: the script reads a file, not a folder of splits.
+    """
 
     name: str
     module: str
@@ -27,7 +31,7 @@ class Recipe:
 
     @property
     def origin(self) -> str:
-        """Where its rows come from, for people."""
+        """Name the source of its rows, for people."""
         return f"hub: {self.hub}" if self.hub else f"--source: {self.needs}" if self.needs else "generated"
 
 
@@ -57,9 +61,11 @@ RECIPES = (
 
 
 def prepare(recipe: Recipe, out: Path, source: Path | None, options: Sequence[str] = ()) -> list[Path]:
-    """Write the parquet files of a data set below `out`; which they are. source: its raw files, None: download them.
+    """Write the parquet files of a data set below `out`, and return which they are.
 
-    ValueError for files that do not fit and for a hub that cannot be reached; SystemExit for unknown options.
+    Raises ValueError for files that do not fit and for a hub that cannot be reached, SystemExit for unknown options.
+
+    source: the data set's raw files; None: download them.
     """
     if source is None and recipe.needs:
         raise ValueError(f"{recipe.name} needs its raw files: give --source, {recipe.needs}")

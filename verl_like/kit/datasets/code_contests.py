@@ -30,7 +30,10 @@ _FUNCTION = (
 
 
 def tests_of(record: dict[str, Any], place: str) -> Any:
-    """The tests as objects. ValueError naming the place if there are none or inputs and outputs do not match."""
+    """The tests as objects.
+
+    Raises ValueError, naming the place, if there are none or inputs and outputs do not match.
+    """
     value = next((record[name] for name in _TESTS if record.get(name)), None)
     try:
         tests = json.loads(value) if isinstance(value, str) else value

@@ -57,7 +57,7 @@ def to_row(puzzle: Puzzle, index: int, split: str, *, template: str, data_source
 
 
 def generate(count: int, *, num_operands: int, max_number: int, max_target: int, seed: int) -> list[Puzzle]:
-    """`count` different solvable puzzles. ValueError if so many are not found."""
+    """Generate `count` different solvable puzzles. Raises ValueError if so many are not found."""
     generator, seen, puzzles = random.Random(seed), set(), []
     for _ in range(200 * count):
         if len(puzzles) == count:

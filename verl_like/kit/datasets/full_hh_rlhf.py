@@ -38,7 +38,7 @@ class Pair(NamedTuple):
 
 
 def to_pair(record: dict[str, Any], place: str) -> Pair:
-    """A record in any of the three forms. ValueError naming the place if it is none of them."""
+    """A record in any of the three forms. Raises ValueError, naming the place, if it is none of them."""
     if "conversations" in record:
         messages = [_message(turn, place) for turn in record["conversations"]]
         return Pair(messages, *(_message(record[name], place)["content"] for name in _ANSWERS))

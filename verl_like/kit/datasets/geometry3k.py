@@ -22,7 +22,10 @@ INSTRUCTION = (
 
 
 def to_row(record: dict[str, Any], index: int, split: str) -> dict[str, Any]:
-    """One record {problem, answer, images} as a row of the schema. ValueError for tags that are not its images."""
+    """One record {problem, answer, images} as a row of the schema.
+
+    Raises ValueError for tags that are not its images.
+    """
     problem, images = str(record["problem"]), record["images"] or []
     if problem.count("<image>") != len(images):
         raise ValueError(

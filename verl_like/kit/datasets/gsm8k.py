@@ -20,7 +20,7 @@ _ANSWER = re.compile(r"#### (-?[0-9.,]+)\s*$")
 
 
 def final_answer(answer: str) -> str:
-    """The number after ####, without thousands separators. ValueError if there is none."""
+    """The number after ####, without thousands separators. Raises ValueError if there is none."""
     found = _ANSWER.search(answer)
     if found is None:
         raise ValueError(f"this answer does not end in `#### number`: {answer[-80:]!r}")

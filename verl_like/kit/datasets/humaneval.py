@@ -21,7 +21,7 @@ _MBPP_SPLITS = {"train": range(601, 975), "test": range(11, 511)}
 
 
 def humaneval_row(record: dict[str, Any], index: int, split: str) -> dict[str, Any]:
-    """{task_id, prompt, entry_point, canonical_solution, test}."""
+    """Convert a record {task_id, prompt, entry_point, canonical_solution, test} to a row."""
     return schema.make_row(
         data_source="openai/openai_humaneval",
         prompt=f"Complete this Python function.\n\n```python\n{record['prompt'].strip()}\n```\n\n{_INSTRUCTION}",
@@ -35,7 +35,7 @@ def humaneval_row(record: dict[str, Any], index: int, split: str) -> dict[str, A
 
 
 def mbpp_row(record: dict[str, Any], index: int, split: str) -> dict[str, Any]:
-    """{task_id, text or prompt, code, test_list, test_setup_code or test_imports}."""
+    """Convert a record {task_id, text or prompt, code, test_list, test_setup_code or test_imports} to a row."""
     setup = record.get("test_setup_code") or "\n".join(record.get("test_imports") or [])
     tests = "\n".join(record["test_list"])
     question = record["text"] if record.get("text") else record["prompt"]

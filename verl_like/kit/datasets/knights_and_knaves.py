@@ -40,7 +40,7 @@ class Claim:
     parts: tuple[Claim, ...] = ()
 
     def holds(self, roles: Roles) -> bool:
-        """Whether it is true where people have these roles."""
+        """Evaluate the claim, given the roles of all people."""
         if self.kind in ("knight", "knave"):
             return roles[self.person] == (self.kind == "knight")
         first, second = (part.holds(roles) for part in self.parts)
@@ -49,7 +49,7 @@ class Claim:
         ]
 
     def text(self, names: list[str]) -> str:
-        """In words."""
+        """Write the claim in words."""
         if self.kind in ("knight", "knave"):
             return f"{names[self.person]} is a {self.kind}"
         first, second = (part.text(names) for part in self.parts)
@@ -71,7 +71,7 @@ class Puzzle:
 
 
 def solutions(claims: tuple[Claim, ...]) -> list[Roles]:
-    """Every assignment in which exactly the knights' statements are true."""
+    """Find all assignments in which exactly the knights' statements are true."""
     return [
         roles
         for roles in itertools.product((True, False), repeat=len(claims))
@@ -101,7 +101,10 @@ def _random_claim(speaker: int, num_people: int, generator: random.Random) -> Cl
 
 
 def generate(count: int, num_people: list[int], seed: int) -> list[Puzzle]:
-    """`count` puzzles whose statements all differ, of `num_people` in turn. ValueError if so many are not found."""
+    """Generate `count` puzzles whose statements all differ, of `num_people` in turn.
+
+    Raises ValueError if so many are not found.
+    """
     generator, seen, puzzles = random.Random(seed), set(), []
     for attempt in range(100 * count):
         if len(puzzles) == count:
@@ -116,7 +119,7 @@ def generate(count: int, num_people: list[int], seed: int) -> list[Puzzle]:
 
 
 def roles_text(names: tuple[str, ...], roles: Roles) -> str:
-    """`Zoey is a knave, Noah is a knight`: the form of an answer."""
+    """Write an answer: `Zoey is a knave, Noah is a knight`."""
     return ", ".join(f"{name} is a {'knight' if role else 'knave'}" for name, role in zip(names, roles, strict=True))
 
 

@@ -22,7 +22,7 @@ _KEPT = ("level", "difficulty", "type", "subject", "solution", "unique_id")
 
 
 def last_boxed(solution: str) -> str | None:
-    """What the last \\boxed{...} or \\fbox{...} holds, braces balanced; None if there is none or it is not closed."""
+    """Return the content of the last \\boxed{...} or \\fbox{...}, braces balanced; None if none is there or closed."""
     start = max(solution.rfind("\\boxed{"), solution.rfind("\\fbox{"))
     if start < 0:
         return None

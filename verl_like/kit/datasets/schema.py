@@ -1,4 +1,4 @@
-"""What every preprocessing script shares: the row schema, the arguments, progress, and the report at the end."""
+"""Parts that every preprocessing script shares: the row schema, the arguments, progress, and the report at the end."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def parser(
 
 
 def read_records(path: Path, required: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """All rows of a file in any format of `data.rows`. ValueError if it is empty or a row lacks a column."""
+    """All rows of a file in any format of `data.rows`. Raises ValueError if it is empty or a row lacks a column."""
     rows = read_rows(require_file(path))
     if not len(rows):
         raise ValueError(f"{path} is empty")
@@ -71,7 +71,7 @@ def read_records(path: Path, required: Sequence[str] = ()) -> list[dict[str, Any
 
 
 def required_source(options: Any, where: str) -> Path:
-    """--local_dataset_path. ValueError that says where to download it from."""
+    """Return --local_dataset_path. Raises ValueError, which says where to download it from, if it is missing."""
     if options.local_dataset_path is None:
         raise ValueError(f"--local_dataset_path is missing: download {where}, and name it")
     return options.local_dataset_path.expanduser()
@@ -102,8 +102,12 @@ def read_parts(
     required: Sequence[str] = (),
     prepare: Callable[[list[dict[str, Any]], Path], list[Any]] = lambda records, _: records,
 ) -> dict[str, list[Any]]:
-    """What `prepare(records, file)` makes of each split of --local_dataset_path; a single file is divided if the script
-    has --num_test. where: to download it from."""
+    """Read each split of --local_dataset_path with `prepare`; a single file is divided if the script has --num_test.
+
+    where: address to download the data from, for the error message.
+    required: columns that each record must have.
+    prepare: makes rows of (records, file).
+    """
     source = required_source(options, where)
     parts = {split: prepare(read_records(path, required), path) for split, path in find_splits(source).items()}
     is_divided = "num_test" in options and not source.is_dir()
@@ -111,7 +115,7 @@ def read_parts(
 
 
 def hold_out(records: Sequence[Any], num_test: int, seed: int) -> dict[str, list[Any]]:
-    """{"train", "test"}: `num_test` random records and the others, both in their old order."""
+    """Split records into "train" and "test": `num_test` random ones for the test, all in their old order."""
     if not 0 <= num_test < len(records):
         raise ValueError(f"--num_test {num_test} leaves nothing of the {len(records)} records")
     chosen = set(random.Random(seed).sample(range(len(records)), num_test))
@@ -133,7 +137,7 @@ def write_splits(
 
 
 def require_file(path: Path) -> Path:
-    """`path` with ~ expanded. ValueError if there is no such file, listing what lies there."""
+    """Expand ~ in `path`. Raises ValueError, which lists what lies there, if there is no such file."""
     path = path.expanduser()
     if path.is_file():
         return path
@@ -164,7 +168,7 @@ def write_rows(rows: list[dict[str, Any]], path: Path, *, show_sample: bool = Tr
 
 
 def _shortened(text: str, limit: int = 4000) -> str:
-    """Rows with megabytes of test cases do not fill the screen."""
+    """Shorten a row for the screen, which megabytes of test cases would fill."""
     return text if len(text) <= limit else f"{text[:limit]}\n... ({len(text):,} characters)"
 
 

@@ -21,7 +21,10 @@ _ROLES = {"human": "user", "gpt": "assistant", "system": "system", "observation"
 
 
 def to_rows(record: dict[str, Any], place: str) -> list[dict[str, Any]]:
-    """{"messages", "call", "tools", "turn"} of each call of one conversation. ValueError naming the place."""
+    """Make {"messages", "call", "tools", "turn"} of each call of one conversation.
+
+    Raises ValueError, which names the place, for a record of another form.
+    """
     tools = json.loads(record["tools"]) if isinstance(record.get("tools"), str) else record.get("tools") or []
     tools = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
     found, messages = [], []

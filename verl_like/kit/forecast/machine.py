@@ -1,4 +1,4 @@
-"""What this machine has for a run, and what it lacks: `verl-like doctor`."""
+"""Inventory of this machine: the parts it has for a run, and those it lacks (`verl-like doctor`)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,11 @@ _MIN_DISK = 10 * 2**30
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line. missing: a run cannot be without it; warn: it can, but may fail or be slow."""
+    """Line of the report.
+
+    missing: a run cannot do without it.
+    warn: a run can do without it, but may fail or be slow.
+    """
 
     section: str
     name: str
@@ -46,7 +50,10 @@ class Finding:
 
 
 def examine(*, start_ray: bool = False) -> Iterator[Finding]:
-    """Everything, in the order in which it is shown. start_ray: start one and stop it again (some 10 seconds)."""
+    """Examine all parts of the machine, in the order in which they are shown.
+
+    start_ray: start a Ray and stop it again (some 10 seconds).
+    """
     yield from _versions()
     yield from _engines()
     yield from _devices()
@@ -67,7 +74,7 @@ def _versions() -> Iterator[Finding]:
 
 
 def _requirements() -> list[Requirement]:
-    """What verl_like declares; [] where it is used from a folder without being installed."""
+    """List the requirements that verl_like declares; [] where it is used from a folder without being installed."""
     try:
         return [Requirement(text) for text in importlib.metadata.requires("verl_like") or ()]
     except importlib.metadata.PackageNotFoundError:
@@ -162,7 +169,7 @@ def _ray(start: bool) -> Iterator[Finding]:
 
 
 def _sandbox() -> Finding:
-    """For graders and tools that run the model's code."""
+    """Examine the sandbox, which graders and tools run the model's code in."""
     try:
         found = assess(SandboxSettings())
     except (SandboxError, OSError) as error:

@@ -1,4 +1,4 @@
-"""How much memory each phase of a step will take on one device, before anything is started, and which key changes it.
+"""Forecast of the memory that each phase of a step takes on one device, before a start, and of the keys that change it.
 
 Pure arithmetic from the configuration and the models' shapes (models/memory.py): no device is asked. What is told is
 the largest moment of each phase, with rows at their full lengths. Where a phase does not fit, `remedies` searches
@@ -42,7 +42,11 @@ _MOST_DEVICES = 64  # of the search
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What a run runs on. capacity: bytes of one device, on a CPU of one process; None: not known."""
+    """Hardware of a run.
+
+    world: number of ranks.
+    capacity: bytes of memory of one device, on a CPU of one process; None: not known.
+    """
 
     on_cpu: bool
     world: int
@@ -64,15 +68,15 @@ class Forecast:
         return [] if self.capacity is None else [p for p in self.phases if self.total(p) > self.capacity * _KEEPS_FREE]
 
     def metrics(self) -> dict[str, float]:
-        """perf/memory_forecast/<phase> in GiB."""
+        """Report perf/memory_forecast/<phase> in GiB."""
         return {f"perf/memory_forecast/{phase}": self.total(phase) / GIB for phase in self.phases}
 
     def rows(self) -> list[tuple[str, str]]:
-        """(phase, what it takes) for people, the largest parts first."""
+        """List each phase with its memory, for people, the largest parts first."""
         return [(phase, self._text(phase)) for phase in self.phases]
 
     def text(self) -> str:
-        """By phase, on one device."""
+        """Write the forecast by phase, for one device."""
         told = [f"{phase:<14}  {text}" for phase, text in self.rows()]
         room = "not known here" if self.capacity is None else f"{self.capacity / GIB:.1f} GiB"
         return "\n".join([f"room for one process: {room}; at full lengths each phase takes", *told])
@@ -99,7 +103,7 @@ class Model:
     alone: bool  # one rank: gradients are reduced once, and on a CPU gathered weights stay
 
     def weights(self) -> float:
-        """Of this rank's shards."""
+        """Bytes of this rank's shards."""
         if not self.trained:
             return self.path.c * self.shape.all_weights / self.shards
         frozen = self.path.c * self.shape.all_weights if self.path.lora else 0.0
@@ -109,7 +113,7 @@ class Model:
         return self.state * self.trained / self.shards
 
     def between(self) -> dict[str, float]:
-        """What stays on the device while others work."""
+        """Bytes that stay on the device while other models work, by name."""
         if self.fsdp.offload_policy:
             return {}
         weights = {} if self.fsdp.param_offload else {f"{self.name} weights": self.weights()}
@@ -161,18 +165,18 @@ class Model:
         }
 
     def trained_share(self) -> float:
-        """Whether units have gradients of their size: adapters' are small."""
+        """Factor for the units' gradients: 1 where they are as large as the units, 0 for adapters, whose are small."""
         return 0.0 if self.path.lora else 1.0
 
     def gradients(self, micro_batches: int) -> float:
-        """Those that stay between micro-batches."""
+        """Bytes of the gradients that stay between micro-batches."""
         if self.fsdp.offload_policy:  # shards go to the host at once
             return 4.0 * self.trained if self.whole(micro_batches) else 0.0
         shard = self.master * self.trained / self.shards
         return max(shard, 4.0 * self.trained) if self.whole(micro_batches) else shard
 
     def whole(self, micro_batches: int) -> bool:
-        """Whether they are reduced once, after all micro-batches."""
+        """True where gradients are reduced once, after all micro-batches."""
         return micro_batches > 1 and (self.alone or not self.fsdp.sync_every_micro_batch)
 
     def _own(self, *, optimizer: bool) -> dict[str, float]:
@@ -185,7 +189,10 @@ class Model:
 
 
 def forecast(config: PPOConfig, actor: memory.Shape, critic: memory.Shape | None, machine: Machine) -> Forecast:
-    """Every phase of a step of this configuration, in the pool where it runs. critic: where the run trains one."""
+    """Forecast every phase of a step of this configuration, in the pool where it runs.
+
+    critic: shape of the critic, where the run trains one.
+    """
     roles, row = roles_of(config), config.data.max_prompt_length + config.data.max_response_length
     pools = {role: pool for pool in pools_of(config, machine.world) for role in pool.roles}
     shapes = {ACTOR: actor, REF: actor, CRITIC: critic}
@@ -200,7 +207,7 @@ def forecast(config: PPOConfig, actor: memory.Shape, critic: memory.Shape | None
     )
 
     def beside(name: str) -> dict[str, float]:
-        """What else is on the device while a role of its pool works."""
+        """Bytes of everything else on the device while a role of its pool works, by name."""
         found = stays if pools[ROLLOUT] == pools[name] and name != ROLLOUT else {}
         for model in models.values():
             if model.name != name and pools[model.name] == pools[name]:
@@ -234,7 +241,7 @@ def forecast(config: PPOConfig, actor: memory.Shape, critic: memory.Shape | None
 
 
 def _tokens(config: PPOConfig, role: RoleConfig, name: str, processes: int, row: int) -> tuple[int, int]:
-    """(tokens of a rank's micro-batch, how many of them a mini-batch or step has), at full lengths."""
+    """Compute (tokens of a rank's micro-batch, micro-batches of a mini-batch or step), at full lengths."""
     parallel = max(1, processes // role.ranks_per_row)
     prompts = role.mini_batch_prompts if name == "update" else config.data.train_batch_size
     rows = max(1, -(-prompts * config.actor_rollout_ref.rollout.n // parallel))
@@ -276,7 +283,7 @@ def _rollout_bytes(config: PPOConfig, machine: Machine) -> int:
 
 
 def _sleeps(config: PPOConfig, machine: Machine) -> bool:
-    """Whether the engine leaves the device while the trainer works."""
+    """True where the engine leaves the device while the trainer works."""
     rollout = config.actor_rollout_ref.rollout
     goes = rollout.sleep_level == 2 if rollout.name == "hf" else not machine.on_cpu
     return rollout.free_cache_engine and goes
@@ -285,8 +292,11 @@ def _sleeps(config: PPOConfig, machine: Machine) -> bool:
 def _engine(
     config: PPOConfig, shape: memory.Shape, machine: Machine, processes: int, row: int
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """(weights, cache) of the rollout engine: hf's of all rows at once, at their full lengths; those of others take
-    their share of the device, whatever the rows are; on a CPU vLLM's VLLM_CPU_KVCACHE_SPACE, SGLang's 1 GB at most."""
+    """Compute the bytes of the rollout engine's weights and cache.
+
+    hf's are those of all rows at once, at their full lengths; other engines take their share of the device, whatever
+    the rows are; on a CPU vLLM takes VLLM_CPU_KVCACHE_SPACE, SGLang 1 GB at most.
+    """
     rollout, c = config.actor_rollout_ref.rollout, _rollout_bytes(config, machine)
     tensor = rollout.tensor_model_parallel_size
     weights = {"rollout weights": c * shape.all_weights / tensor}
@@ -314,7 +324,7 @@ def of_run(
 
 
 def told_memory(config: PPOConfig, hf_config: PretrainedConfig, costs: ModelCosts, machine: Machine) -> Forecast:
-    """`of_run`, with its table in the log, and a warning for each phase that will not fit."""
+    """Forecast a run's memory with `of_run`, log the table, and warn of each phase that will not fit."""
     told, fixes = of_run(config, hf_config, costs, machine)
     logger.info("memory of one device, by phase\n%s", "\n".join(f"  {name:<14}  {text}" for name, text in told.rows()))
     for fix in fixes:
@@ -325,7 +335,7 @@ def told_memory(config: PPOConfig, hf_config: PretrainedConfig, costs: ModelCost
 def of_start(
     config: PPOConfig, hf_config: PretrainedConfig, costs: ModelCosts, device: str, world: int, ranks_per_node: int
 ) -> Forecast:
-    """`told_memory` on the machine of a start: world processes in all, ranks_per_node on each machine."""
+    """Forecast with `told_memory` on the machine of a start: world processes in all, ranks_per_node on each machine."""
     return told_memory(config, hf_config, costs, this_machine(device, world, ranks_per_node))
 
 

@@ -1,4 +1,4 @@
-"""What the report draws, as data. The drawing is Bokeh's, in the browser; report.js only hands it these tables."""
+"""Tables that the report draws. The drawing is Bokeh's, in the browser; report.js only hands it these tables."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def chart_tables(histories: Sequence[History]) -> list[dict[str, Any]]:
 
 
 def columns(history: History) -> dict[str, Any]:
-    """{"steps": [...], "metrics": {name: [number or null, ...]}}, with six significant digits."""
+    """Make {"steps": [...], "metrics": {name: [number or null, ...]}}, with six significant digits."""
     steps = list(history)
     names = dict.fromkeys(name for metrics in history.values() for name in metrics)
     table = {name: [_short(history[step].get(name)) for step in steps] for name in sorted(names)}
@@ -163,7 +163,7 @@ def _floor(metrics: Mapping[str, float], phase: str) -> float | None:
 
 
 def summary_rows(history: History) -> list[tuple[str, list[str]]]:
-    """(metric, [first, lowest, highest, last]) of everything that was logged, as text."""
+    """List (metric, [first, lowest, highest, last]) of everything that was logged, as text."""
     rows = []
     for name in sorted({name for metrics in history.values() for name in metrics}):
         values = [metrics[name] for metrics in history.values() if name in metrics]

@@ -1,4 +1,4 @@
-"""What stands in the report, besides the charts: plain values for the template, made from a run's folder."""
+"""Content of the report besides the charts: plain values for the template, made from a run's folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LINKS = 6  # steps that a health rule names
 
 
 def title_of(run: Run) -> str:
-    """project / experiment, or the folder's name."""
+    """Return project / experiment, or the folder's name."""
     given = flat(run.config)
     names = given.get("trainer.project_name"), given.get("trainer.experiment_name")
     return " / ".join(filter(None, names)) or run.path.name
@@ -63,7 +63,7 @@ def tiles(run: Run) -> list[dict[str, str]]:
 
 
 def config_rows(run: Run) -> list[dict[str, Any]]:
-    """Every key with value, default and meaning; `changed` where the run's value is not the default."""
+    """List all keys with value, default and meaning; `changed` where the run's value is not the default."""
     known, given, rows = keys(), run.config, []
     for path, key in known.items():
         default = getattr(key.default, "value", key.default)
@@ -163,7 +163,7 @@ def in_script(text: str) -> str:
 
 
 def spread(files: Sequence[Path]) -> list[Path]:
-    """The same files in an order of which every beginning is spread over the whole."""
+    """Reorder the files so that every beginning of the list is spread over the whole."""
     order, pace = [], 1 << max(0, len(files) - 1).bit_length()
     while pace >= 1:
         order += files[::pace]
@@ -197,7 +197,7 @@ def health_cards(verdicts: Sequence[Verdict], kept: Sequence[int]) -> list[dict[
 
 
 def wanted_steps(verdicts: Sequence[Verdict], kept: Sequence[int]) -> set[int]:
-    """Kept steps that the health rules link to."""
+    """Collect the kept steps that the health rules link to."""
     return {link["kept"] for card in health_cards(verdicts, kept) for link in card["links"] if link["kept"] is not None}
 
 

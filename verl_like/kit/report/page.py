@@ -113,7 +113,7 @@ def write_report(run_folder: str | os.PathLike[str], out: str | os.PathLike[str]
 
 
 def write_comparison(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str] = COMPARISON) -> Path:
-    """Write two or three runs side by side. Returns the path. FileNotFoundError for a folder without a run."""
+    """Write two or three runs side by side. Returns the path. Raises FileNotFoundError for a folder without a run."""
     runs = [read_run(folder) for folder in folders]
     names = run_names(runs)
     content = {

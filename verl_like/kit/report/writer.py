@@ -16,10 +16,13 @@ _PACKAGE_ROOT = Path(__file__).resolve().parents[3]
 
 
 class ReportWriter:
-    """`<folder>/report.html` every `every` steps and at the end; every = -1: never."""
+    """Writer of `<folder>/report.html` every `every` steps and at the end; every = -1: never."""
 
     def __init__(self, folder: Path, every: int, command: tuple[str, ...] = ()) -> None:
-        """command: takes the place of the program that writes the report (tests)."""
+        """Take the folder and the interval.
+
+        command: takes the place of the program that writes the report (tests).
+        """
         self.folder, self.every = folder, every
         self._command = command or (sys.executable, "-m", "verl_like.kit.report", str(folder))
         self._process: subprocess.Popen[bytes] | None = None

@@ -205,7 +205,7 @@ class SelfCheck:
         return FSDPEngine(role, process, num_schedule_steps=1, seed=self.config.trainer.seed)
 
     def in_processes(self, ranks: int, work: Work, first: Measured) -> list[Finding]:
-        """`on_rank` in fresh processes: one GPU each, or the CPU where there are not enough."""
+        """Run `on_rank` in fresh processes: one GPU each, or the CPU where there are not enough."""
         context = multiprocessing.get_context("spawn")
         device, port = "cuda" if torch.cuda.device_count() >= ranks else "cpu", free_port()
         with tempfile.TemporaryDirectory() as folder:
@@ -228,7 +228,7 @@ class SelfCheck:
 
 
 def _few(case: Case) -> MicroBatchRule:
-    """So many tokens that a few rows fit."""
+    """Make the rule of a token budget that a few rows fit into."""
     return MicroBatchRule(max_tokens=int(case.shares[1][0][0].num_tokens_B().max()) + 1)
 
 

@@ -1,4 +1,4 @@
-"""What the loop's driver does with the rows of an update, by its own functions, up to the call of the workers."""
+"""Driver's part of an update: takes the rows through the loop's own functions, up to the call of the workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Share = tuple[Experience, Denominators]
 
 
 def old_log_probs_of(config: PPOConfig) -> OldLogProbs:
-    """What the run does."""
+    """Return the source of the run's old log-probs."""
     if uses_sampler_log_probs(config.actor_rollout_ref.actor, config.algorithm.rollout_correction):
         return "sampler"
     return "own" if takes_own_log_probs(config) else "given"
@@ -68,7 +68,7 @@ class _KeptCall:
         return self
 
     def wait(self, timeout: float) -> list[list[Any]]:
-        """No optimizer step, no metrics."""
+        """Return no metrics: there is no optimizer step."""
         return [[] for _ in self.arguments]
 
 

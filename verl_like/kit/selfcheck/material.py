@@ -35,7 +35,7 @@ class Material:
 
 
 def short_lengths(count: int) -> list[tuple[int, int]]:
-    """(prompt, response) of `count` rows of 5 to 40 tokens; two rows to a prompt."""
+    """Draw (prompt, response) lengths of `count` rows of 5 to 40 tokens; two rows to a prompt."""
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(2, 12, (count,), generator=generator).tolist()
     responses = torch.randint(3, 29, (count,), generator=generator).tolist()
@@ -43,7 +43,7 @@ def short_lengths(count: int) -> list[tuple[int, int]]:
 
 
 def long_lengths(longest: int) -> list[tuple[int, int]]:
-    """A row of `longest` tokens, one of about half that which shares its prompt, and a short one."""
+    """Choose a row of `longest` tokens, one of about half that which shares its prompt, and a short one."""
     prompt = longest // 4
     return [(prompt, longest - prompt), (prompt, longest // 5 + 7), (9, 20)]
 

@@ -58,7 +58,7 @@ class PlainModel:
             scale_weights(self.reference, reference_scale)
 
     def answers(self, rows: Sequences, row: int) -> dict[str, Tensor]:
-        """log_probs, entropy and full_kl, or values, [R] of the row's response tokens, on the CPU, with a graph."""
+        """Compute log_probs, entropy and full_kl, or values: [R] of the row's response, on the CPU, with a graph."""
         prompt = rows.prompt_ids_BP[row, rows.prompt_ids_BP.shape[1] - int(rows.prompt_length_B[row]) :]
         response = rows.response_ids_BR[row, : int(rows.response_length_B[row])].long()
         tokens, before = torch.cat([prompt.long(), response])[None].to(self.device), slice(len(prompt) - 1, -1)
@@ -114,7 +114,7 @@ class PlainModel:
 
 @torch.no_grad()
 def scale_weights(model: nn.Module, factor: float) -> None:
-    """Another policy: all weights times `factor`. They may be sharded."""
+    """Multiply all weights by `factor`, which makes another policy. They may be sharded."""
     for weight in model.parameters():
         weight.mul_(factor)
 

@@ -19,7 +19,7 @@ Numbers = list[float]
 def kept_tokens(
     log_p: Numbers, log_q: Numbers, mask: Sequence[bool], correction: RolloutCorrectionConfig
 ) -> list[bool]:
-    """Which tokens of one row are trained on: sampled, known to the sampler, inside all bounds."""
+    """Choose the tokens of one row that are trained on: sampled, known to the sampler, inside all bounds."""
     known = [inside and math.isfinite(q) for inside, q in zip(mask, log_q, strict=True)]
     rejections = parse_rejections(correction.rollout_rs, correction.rollout_rs_threshold)
     veto = correction.rollout_token_veto_threshold
@@ -55,8 +55,10 @@ def weights(log_p: Numbers, log_q: Numbers, mask: Sequence[bool], correction: Ro
 def mean_weight(
     rows: Sequence[Numbers], masks: Sequence[Sequence[bool]], shares: Sequence[float], by_token: bool
 ) -> float:
-    """rollout_is_batch_normalize: over all tokens, or over rows of the row's mean, each counted by its share of its
-    episode's tokens. 1 where there is no weight."""
+    """Average the weights for rollout_is_batch_normalize; 1 where there is no weight.
+
+    The mean is over all tokens, or over rows of the row's mean, each counted by its share of its episode's tokens.
+    """
     picked = [[w for w, ok in zip(row, mask, strict=True) if ok] for row, mask in zip(rows, masks, strict=True)]
     counts = [float(len(row)) if by_token else share for row, share in zip(picked, shares, strict=True)]
     found = [(sum(row) / len(row), count) for row, count in zip(picked, counts, strict=True) if row]
@@ -71,7 +73,7 @@ def _statistic(name: str, log_p: float, log_q: float) -> float:
 
 
 def _joined(values: Numbers, mask: Sequence[bool], level: str) -> Numbers:
-    """Each token's value, or that of its turn (a run of sampled tokens) or its row, on every token."""
+    """Spread each token's value, or that of its turn (a run of sampled tokens) or its row, over every token."""
     inside = [value for value, ok in zip(values, mask, strict=True) if ok]
     if level == "token" or not inside:
         return values

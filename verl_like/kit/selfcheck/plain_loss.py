@@ -26,7 +26,7 @@ OWN_LOSSES = ("vanilla", "gpg", "policy_gradient")  # those whose loss per token
 
 @dataclass(slots=True, kw_only=True)
 class Joining:
-    """From losses per token to one number: loss_agg_mode with the mini-batch's own counts."""
+    """Aggregation of losses per token to one number: loss_agg_mode with the mini-batch's own counts."""
 
     num_tokens: int
     num_episodes: int
@@ -59,7 +59,7 @@ class PlainRow:
 
 @dataclass(kw_only=True)
 class PlainPolicyLoss:
-    """rl_loss_coef * (policy loss + KL) - entropy bonus + imitation, as sums over rows."""
+    """Policy objective: rl_loss_coef * (policy loss + KL) - entropy bonus + imitation, as sums over rows."""
 
     config: PPOConfig
     material: Material
@@ -114,7 +114,7 @@ class PlainPolicyLoss:
                 row.weight_R = torch.tensor(weights) / (mean if rule.rollout_is_batch_normalize else 1.0)
 
     def weighted(self, rows: list[PlainRow]) -> list[PlainRow]:
-        """actor.sample_weight: of mean 1 over the episodes."""
+        """Weight the rows by actor.sample_weight, of mean 1 over the episodes."""
         options, rollouts = self.config.actor_rollout_ref.actor.sample_weight, self.material.rollouts
         lengths: dict[int, int] = {}
         for row in rows:
@@ -232,7 +232,7 @@ class PlainPolicyLoss:
         return kept_R * self.joined_weight(weight_R, kept_R)
 
     def joined_weight(self, weight_R: Tensor, kept_R: Tensor) -> Tensor:
-        """geo_mean's loss is one of the row: its weights, each at least 1e-10, are joined by their geometric mean."""
+        """Join a row's weights, each at least 1e-10, by their geometric mean: geo_mean's loss is one of the row."""
         if self.config.actor_rollout_ref.actor.policy_loss.loss_mode != "geo_mean" or self.reinforces():
             return weight_R
         logs_R = weight_R[kept_R].clamp(min=1e-10).log()
@@ -275,7 +275,7 @@ class PlainValueLoss(PlainPolicyLoss):
 
 
 def without_length_rule(config: PPOConfig) -> PPOConfig:
-    """The same without actor.mask_truncated, which leaves the critic alone."""
+    """Copy the configuration without actor.mask_truncated, which does not concern the critic."""
     policy = config.actor_rollout_ref
     actor = dataclasses.replace(policy.actor, mask_truncated=False)
     return dataclasses.replace(config, actor_rollout_ref=dataclasses.replace(policy, actor=actor))

@@ -1,4 +1,4 @@
-"""What the check found, as lines."""
+"""Report of the check's findings, as lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is prepared before any engine is built: rows, the driver's shares of them, and the yardstick's answers."""
+"""Preparation before any engine is built: rows, the driver's shares of them, and the yardstick's answers."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def longest_row(hf_config: PretrainedConfig) -> tuple[int, str]:
 
 
 def about_objective(config: PPOConfig) -> str:
-    """What of the objective the yardstick computes on its own."""
+    """Tell which parts of the objective the yardstick computes on its own."""
     actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
     mode = actor.policy_loss.loss_mode
     if two_policies(actor, correction) and correction.loss_type == "reinforce":
@@ -144,7 +144,7 @@ _OLD_TEXT = {"given": "recomputed", "sampler": "of the sampler", "own": "of the 
 
 
 def left_out(config: PPOConfig) -> list[str]:
-    """What of the configuration is not checked."""
+    """List the parts of the configuration that are not checked."""
     policy, lines = config.actor_rollout_ref, []
     if policy.actor.ulysses_sequence_parallel_size > 1 or policy.actor.fsdp_config.tensor_parallel_size > 1:
         lines.append("not checked: ranks that share rows (Ulysses, tensor parallelism)")
@@ -152,7 +152,10 @@ def left_out(config: PPOConfig) -> list[str]:
 
 
 def reference_scale(config: PPOConfig) -> float | None:
-    """kl_loss_type=full: the reference has the policy's weights times this; with LoRA it is the base itself."""
+    """Return the factor on the policy's weights that makes the reference, for kl_loss_type=full.
+
+    With LoRA the reference is the base itself.
+    """
     actor, lora = config.actor_rollout_ref.actor, config.actor_rollout_ref.model.lora_rank > 0
     if not (actor.use_kl_loss and actor.kl_loss_type == KLKind.full):
         return None
@@ -180,7 +183,7 @@ Model = TypeVar("Model", bound=ModelConfig)
 
 
 def _without_dropout(model: Model) -> Model:
-    """Masks of dropout differ from cut to cut; every key of the model's config that sets a rate is set to 0."""
+    """Copy the model with every rate of dropout in its config set to 0, as masks differ from cut to cut."""
     rates = {
         key: 0.0
         for key, value in load_hf_config(model).to_dict().items()

@@ -58,7 +58,7 @@ def positive(text: str) -> int:
 
 
 def shape(parser: argparse.ArgumentParser) -> None:
-    """What is computed, and on how many processes."""
+    """Add the options for the model, the workload and the number of processes."""
     parser.add_argument("--model", choices=sorted(MODELS), default="cpu", help="shape of the model")
     parser.add_argument("--workload", choices=sorted(WORKLOADS), default="cpu", help="shape of a step")
     parser.add_argument("--ranks", type=positive, default=None, help="worker processes (default: the GPUs, or 1)")
@@ -76,7 +76,7 @@ def engine(parser: argparse.ArgumentParser) -> None:
 
 
 def engines(parser: argparse.ArgumentParser) -> None:
-    """Several engines and workloads in one table."""
+    """Add the options for several engines and workloads in one table."""
     parser.add_argument("--engines", choices=("vllm", "sglang", "hf"), nargs="+", help="several, one after another")
     parser.add_argument("--workloads", choices=sorted(WORKLOADS), nargs="+", help="several, each with every engine")
 
@@ -97,7 +97,7 @@ def overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def update(parser: argparse.ArgumentParser) -> None:
-    """What `bench update` varies. Checkpointing, offload and all else are keys after --."""
+    """Add the variants of `bench update`. Checkpointing, offload and all else are keys after --."""
     parser.add_argument("--token-budgets", type=positive, nargs="+", help="of a micro-batch (default: 16384; cpu: 3)")
     parser.add_argument("--dtypes", choices=("float32", "bfloat16"), nargs="+", help="compute precisions")
     parser.add_argument(
@@ -174,7 +174,7 @@ def driver(parser: argparse.ArgumentParser) -> None:
 
 
 def memory(parser: argparse.ArgumentParser) -> None:
-    """Which cases, and the micro-batch of all."""
+    """Add the options that choose the cases, and the micro-batch of all."""
     parser.add_argument("--only", nargs="+", help="some of the cases")
     parser.add_argument("--budget", type=positive, default=1024, help="tokens of a micro-batch")
     parser.add_argument("--threads", type=positive, default=None, help="threads of a rank (default: all cores)")

@@ -10,7 +10,7 @@ from verl_like.config.parser import number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Two runs."""
+    """Add the two runs."""
     for name in ("A", "B"):
         parser.add_argument(name.lower(), metavar=name, help="folder of a run with trainer.record_freq")
     parser.add_argument("--tolerance", type=number(0), default=0.0, help="relative; 0: to the last bit (the default)")

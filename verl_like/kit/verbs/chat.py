@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Answer line by line. ConfigError, hence exit status 1, for a model that cannot be used."""
+    """Answer line by line. Raises ConfigError, hence exit status 1, for a model that cannot be used."""
     check_model(arguments.model)  # before torch is imported
     from verl_like.kit.serving import model_of
     from verl_like.rollout.rollout_engine import SamplingParams
@@ -99,7 +99,10 @@ def _longest(config: PPOConfig) -> int:
 def _talk(
     engine: RolloutEngine, encoder: PromptEncoder, sampling: SamplingParams, arguments: Any, longest: int
 ) -> None:
-    """longest: tokens of a conversation with its answer, which may be shorter than asked for."""
+    """Talk with the model until the user ends it.
+
+    longest: tokens of a conversation with its answer, which may be shorter than asked for.
+    """
     from verl_like.rollout.rollout_engine import GenerationRequest, request_seed
 
     start = [{"role": "system", "content": arguments.system}] if arguments.system else []

@@ -22,8 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What became of a case. unequal: contexts that are not apply_chat_template of the messages. drift: tokens.
-    left_out: what the prompt does not hold of the messages and tools it begins with."""
+    """Result of a case.
+
+    cuts: reasons why a turn began a new row instead of continuing the last one.
+    unequal: number of contexts that differ from apply_chat_template of the messages.
+    drift: number of tokens in which the rows that were sent differ from the transcript's contexts.
+    left_out: parts of the first messages and tools that the prompt does not contain.
+    """
 
     case: str
     refused: str = ""
@@ -85,7 +90,7 @@ def check(encoder: PromptEncoder, case: Case) -> Finding:
 
 
 def play(encoder: PromptEncoder, case: Case, *, follow_template: bool) -> Finding:
-    """One conversation. ValueError where the template refuses something."""
+    """One conversation. Raises ValueError where the template refuses something."""
     from verl_like.data.prompt_truth import look
     from verl_like.episodes.transcript import Transcript
     from verl_like.kit.verbs.template_cases import TOOLS, answer, as_written

@@ -14,7 +14,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Write the file and print its path; ConfigError, hence exit status 1, where there are not two or three runs."""
+    """Write the file and print its path.
+
+    Raises ConfigError, hence exit status 1, where there are not two or three runs.
+    """
     from verl_like.kit.report.page import write_comparison
 
     if not 2 <= len(arguments.run_folders) <= 3:

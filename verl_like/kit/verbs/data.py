@@ -21,7 +21,7 @@ _MEASURED = 2000  # rows that are tokenised for the lengths
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Three subcommands."""
+    """Add the three subcommands."""
     actions = parser.add_subparsers(metavar="ACTION")
     parser.set_defaults(run=_list)
     listing = actions.add_parser("list", help="what can be prepared, and where it comes from")

@@ -13,7 +13,7 @@ _BY_NATURE = ("trainer.default_local_dir", "trainer.log_dir", "trainer.experimen
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Two runs."""
+    """Add the two runs."""
     what = "folder of a run, a checkpoint (global_step_<n>) or a YAML file"
     parser.add_argument("run_a", metavar="RUN_A", help=what)
     parser.add_argument("run_b", metavar="RUN_B", help="the same")
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print a line a key. ConfigError for what is no run."""
+    """Print a line a key. Raises ConfigError for what is no run."""
     (file_a, first), (file_b, second) = map(read_configuration, (arguments.run_a, arguments.run_b))
     found = differences(first, second)
     named = [each for each in found if arguments.all or each.key not in _BY_NATURE]

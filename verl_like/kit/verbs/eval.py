@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print a line for each data source. ConfigError, hence exit status 1, for what is wrong with the inputs."""
+    """Print a line for each data source. Raises ConfigError, hence exit status 1, for what is wrong with the inputs."""
     check_model(arguments.model)  # before torch is imported
     from verl_like.kit.evaluation import evaluate
     from verl_like.kit.serving import model_of, settings_for

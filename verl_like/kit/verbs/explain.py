@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print what is known. ConfigError, hence exit status 1, for a key that there is not."""
+    """Print what is known. Raises ConfigError, hence exit status 1, for a key that there is not."""
     rows = explain(arguments.key, arguments.overrides, user_files(arguments))
     width = min(max(len(name) for name, _ in rows), 48)
     columns = max(60, shutil.get_terminal_size((120, 24)).columns)

@@ -9,7 +9,7 @@ from verl_like.config.errors import input_errors
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is exported, where to, and in which form."""
+    """Add the checkpoint, the folder to make, and the form of the export."""
     parser.add_argument(
         "checkpoint",
         type=Path,
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Write the folder. ConfigError, hence exit status 1, for what cannot be exported."""
+    """Write the folder. Raises ConfigError, hence exit status 1, for what cannot be exported."""
     from verl_like.checkpoint.files import require_writable
     from verl_like.kit.export import Choices, export
 

@@ -68,8 +68,10 @@ def _show(done: Imported, origin: str, arguments: argparse.Namespace) -> None:
 
 
 def report(done: Imported, origin: str, *, every: bool = False) -> list[str]:
-    """What became of each setting, the refused ones first, a note once below all that it is about. every: also name
-    each one that needs nothing."""
+    """List what became of each setting, the refused ones first, a note once below all that it is about.
+
+    every: also name each setting that needs nothing.
+    """
     lists = {status: done.of(status) for status in (CARRIED, REFUSED, UNKNOWN, NOTHING)}
     counts = ", ".join(f"{len(items)} {status}" for status, items in lists.items())
     lines = [f"{done.project}: {origin}: {counts}"]
@@ -105,5 +107,5 @@ def _left(item: Item) -> str:
 
 
 def _right(item: Item) -> str:
-    """In one line: the report stands as comments in the script that is written."""
+    """Write the settings in one line: the report stands as comments in the script that is written."""
     return " ".join(" ".join(f"{key}={text_of(value)}".split()) for key, value in item.settings.items())

@@ -14,7 +14,7 @@ _SCRIPT = "quickstart/run.py"  # in recipes/ of a clone; a wheel installs that f
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of the recipe's own script."""
+    """Add the options of the recipe's own script."""
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/quickstart"), help="(outputs/quickstart)")
     parser.add_argument("--seed", type=int, default=1, help="of data, model and run (1)")
     parser.add_argument(
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def script() -> Path:
-    """The recipe's script. ConfigError where neither clone nor wheel brought it along."""
+    """The recipe's script. Raises ConfigError where neither clone nor wheel brought it along."""
     clone = Path(__file__).resolve().parents[3] / "recipes" / _SCRIPT
     if clone.is_file():
         return clone

@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Write the file and print its path; ConfigError, hence exit status 1, where there is no run."""
+    """Write the file and print its path; raises ConfigError, hence exit status 1, where there is no run."""
     from verl_like.kit.report.page import write_report
 
     with input_errors():

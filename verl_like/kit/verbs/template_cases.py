@@ -31,7 +31,11 @@ TOOLS: Tools = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A conversation. steps: what the model answers, and what it is shown then. cut_off: before its end."""
+    """Conversation to check.
+
+    steps: each answer of the model, and the messages that it is shown then.
+    cut_off: answers are cut off before their end.
+    """
 
     name: str
     steps: list[tuple[Message, list[Message]]]
@@ -41,7 +45,10 @@ class Case:
 
 
 def cases(*, json_arguments: bool = False) -> list[Case]:
-    """Every kind of turn, from the plainest. json_arguments: of tool calls, as OpenAI has them, instead of objects."""
+    """List conversations with every kind of turn, from the plainest on.
+
+    json_arguments: tool calls have their arguments as JSON text, as OpenAI has them, instead of objects.
+    """
     user, bye = ({"role": "user", "content": text} for text in ("And what about tomorrow?", "Thank you, that is all."))
     weather, time = result(0, "get_weather", '{"sky": "clear", "degrees": 21}'), result(1, "get_time", "12:30")
     plain, thinking = answer("It is sunny."), answer("It is sunny.", thought="The report says so.")
@@ -81,7 +88,7 @@ def answer(content: str, *, thought: str = "", calls: Sequence[str] = (), json_a
 
 
 def result(number: int, name: str, content: str) -> Message:
-    """What a tool answered to the call of this number."""
+    """Write a tool's answer to the call of this number."""
     return {"role": "tool", "name": name, "tool_call_id": f"call{number:05d}", "content": content}
 
 
@@ -92,8 +99,8 @@ def as_written(
 
     spaces: with the white space around the content that the message has, and the template may have trimmed.
 
-    By hand where the template refuses or leaves out tool calls: in the form that most models have in common. ValueError
-    for a template that refuses plain answers.
+    By hand where the template refuses or leaves out tool calls: in the form that most models have in common. Raises
+    ValueError for a template that refuses plain answers.
     """
     sent = encoder.render((messages, tools))
     closing = _closed(encoder, [*messages, answer("stand-in")], tools).rpartition("stand-in")[2]
@@ -119,7 +126,7 @@ def as_written(
 
 
 def _thinks(sent: str) -> bool:
-    """Whether the generation prompt began a thought."""
+    """True where the generation prompt began a thought."""
     return sent.rfind("<think>") > sent.rfind("</think>")
 
 
@@ -132,7 +139,7 @@ def _by_hand(sent: str, message: Message) -> str:
 
 
 def _closed(encoder: PromptEncoder, messages: Messages, tools: Tools | None) -> str:
-    """The rendering without a generation prompt. ValueError if the template refuses the messages."""
+    """The rendering without a generation prompt. Raises ValueError if the template refuses the messages."""
     extra = {} if tools is None else {"tools": tools}
     try:
         return encoder.tokenizer.apply_chat_template(

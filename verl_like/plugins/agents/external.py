@@ -32,15 +32,18 @@ class ExternalChat:
     """
 
     def __init__(self, endpoint: EndpointConfig, tokenizer: PreTrainedTokenizerBase, seed: int | None) -> None:
-        """ValueError if the API key's environment variable is named but not set."""
+        """Read the API key. Raises ValueError if its environment variable is named but not set."""
         self._model, self._tokenizer, self._seed = endpoint.model, tokenizer, seed
         self._service = chat_service(endpoint, "actor_rollout_ref.rollout.openai")
         self._threads = ThreadPoolExecutor(endpoint.max_concurrent, thread_name_prefix="endpoint")
         self._told = False
 
     async def run(self, prompt: Prompt, sample: int, ask: Ask) -> Episode:
-        """See EpisodeRunner. ServiceError where asking for other prompts is of no use; an episode is lost to any other
-        failure."""
+        """Answer the prompt with one request to the endpoint.
+
+        Raises ServiceError where further prompts would fail too (a wrong key, an unknown model); any other failure
+        loses this episode alone.
+        """
         if prompt.row.media:
             raise ServiceError("rollout.name=openai sends text alone, but rows have images")
         body = {"model": self._model, "messages": prompt.row.messages, **_fields(ask.sampling)}
@@ -69,8 +72,11 @@ class ExternalChat:
 
 
 def _fields(sampling: SamplingParams) -> dict[str, Any]:
-    """OpenAI's names; what is off is not sent, since top_k, min_p, repetition_penalty and min_tokens are vLLM's and
-    SGLang's alone."""
+    """Convert sampling parameters to OpenAI's names.
+
+    Those that are off are not sent, since top_k, min_p, repetition_penalty and min_tokens are vLLM's and SGLang's
+    alone.
+    """
     plain = SamplingParams(max_tokens=1)
     names = ["presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens"]
     names += [] if sampling.greedy else ["top_p", "top_k", "min_p"]
@@ -83,23 +89,23 @@ class NoEngine:
     """The client of episodes that need none: a clock."""
 
     def submit(self, request: GenerationRequest) -> Any:
-        """See RolloutClient."""
+        """Raise RolloutError: no engine of this run samples tokens."""
         raise RolloutError(f"request {request.request_id}: rollout.name=openai samples no tokens")
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """See RolloutClient."""
+        """Do nothing: no request is ever in flight."""
 
     def snapshot(self) -> dict[str, Sampled]:
-        """See RolloutClient."""
+        """Return no partial responses: none is in flight."""
         return {}
 
     def serving_s(self) -> float:
-        """See RolloutClient."""
+        """Return the monotonic clock, as an engine that never pauses would."""
         return time.monotonic()
 
     def occupancy(self) -> Occupancy:
-        """See RolloutClient."""
+        """Report no replicas and no requests."""
         return Occupancy(replicas=0, held=0, idle=0, pending=0)
 
     def close(self) -> None:
-        """See RolloutClient."""
+        """Do nothing: there is no engine to shut down."""

@@ -23,8 +23,10 @@ from verl_like.user_code import resolve_path
 
 
 def open_toolbox(config: PPOConfig, stack: ExitStack) -> Toolbox | None:
-    """All tools and environments, until `stack` is closed; None where the run has none. ToolError, naming the key, for
-    bad ones."""
+    """All tools and environments, until `stack` is closed; None where the run has none.
+
+    Raises ToolError, naming the key, for bad ones.
+    """
     rollout, env = config.actor_rollout_ref.rollout, config.env
     turns = rollout.multi_turn
     if not turns.enable and not env.train.tags:
@@ -52,8 +54,10 @@ def tool_agent(
     toolbox: Toolbox,
     vision: VisionProcessor | None = None,
 ) -> ToolAgent:
-    """The conversations of rollout.multi_turn. ValueError for an unknown syntax of calls, and for a chat template that
-    has no place for what tools say."""
+    """The conversations of rollout.multi_turn.
+
+    Raises ValueError for an unknown syntax of calls, and for a chat template that has no place for what tools say.
+    """
     data, turns = config.data, config.actor_rollout_ref.rollout.multi_turn
     limits = [limit for limit in (turns.max_turns, turns.max_assistant_turns) if limit is not None]
     bounds = Bounds(
@@ -85,7 +89,7 @@ def _path(value: str | None, name: str) -> str | None:
 
 
 def _reference(value: str | None, name: str) -> str | None:
-    """`file.py:Class`, with the whole path of the file."""
+    """Resolve `file.py:Class` to the whole path of the file."""
     path, colon, member = (value or "").rpartition(":")
     return f"{_path(path, name)}{colon}{member}" if path and path not in ADAPTERS else value
 
@@ -93,7 +97,7 @@ def _reference(value: str | None, name: str) -> str | None:
 def require_tool_messages(
     encoder: PromptEncoder, schemas: list[dict[str, Any]], eos_ids: Sequence[int], *, users: bool = False
 ) -> None:
-    """ValueError where the chat template has no place for what tools say, or (users) simulated users."""
+    """Raise ValueError where the chat template has no place for what tools say, or (users) simulated users."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": "x"}]
     (ids,) = encoder.encode([(messages, schemas or None)])
     transcript = Transcript(encoder, ids, messages, schemas or None, follow_template=False)
@@ -117,8 +121,10 @@ def require_tool_messages(
 
 
 def check_interactions(datasets: Iterable[Dataset | None], toolbox: Toolbox | None) -> None:
-    """ValueError for the first row that names a simulated user that there is none of: of a data set with a code of its
-    own the first row alone is looked at, whose making may take long."""
+    """Raise ValueError for the first row that names an unknown simulated user.
+
+    Of a data set with a code of its own only the first row is looked at, as making its rows may take long.
+    """
     names = [] if toolbox is None else toolbox.interactions
     for dataset in datasets if names else ():
         if dataset is None:

@@ -40,11 +40,13 @@ _BEGIN = 0  # the state before the first turn, where no environment tells it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """How long a conversation may become.
+    """Limits of a conversation.
 
-    prompt: tokens of a prompt, with what an environment adds to it. response: tokens of all turns and all tool text; a
-    request with its answer has at most prompt + response. turns, observations: the model's turns, and the tools' (None:
-    any number). calls: tool calls of one turn that are carried out; the model is told of the others.
+    prompt: tokens of a prompt, with everything that an environment adds to it.
+    response: tokens of all turns and all tool text; a request with its answer has at most prompt + response.
+    turns: turns of the model; None: any number.
+    observations: turns of the tools; None: any number.
+    calls: tool calls of one turn that are carried out; the model is told of the others.
     """
 
     prompt: int
@@ -56,7 +58,7 @@ class Bounds:
 
 @dataclass(slots=True)
 class _Progress:
-    """What has happened in one episode so far."""
+    """Turns, counts and rewards of one episode so far."""
 
     turns: list[Turn] = field(default_factory=list)
     used: int = 0  # tokens after the prompt
@@ -69,13 +71,17 @@ class _Progress:
 
 
 class ToolAgent:
-    """The EpisodeRunner of rollout.multi_turn.
+    """Runner of conversations with tools: the EpisodeRunner of rollout.multi_turn.
 
-    end_ids: tokens that end a turn. follow_template: see Transcript. malformed_end: a call that cannot be read ends the
-    episode, instead of being answered with what is wrong. environment: its reward, where it gives one, is the score;
-    otherwise graders score, and find the tools' rewards in extra_info["rollout_reward_scores"]. Rows with agent_name
-    single_turn_agent have one turn. vision: of a model that looks at images and videos, which sees those that tools
-    return, up to max_megapixels; another one is told how many they were.
+    Rows with agent_name single_turn_agent have one turn.
+
+    end_ids: tokens that end a turn.
+    follow_template: see Transcript.
+    malformed_end: a call that cannot be read ends the episode, instead of being answered with what is wrong.
+    environment: its reward, where it gives one, is the score; otherwise graders score, and find the tools' rewards in
+        extra_info["rollout_reward_scores"].
+    vision: processor of a model that looks at images and videos, which sees those that tools return, up to
+        max_megapixels; another model is told how many they were.
     """
 
     def __init__(
@@ -100,7 +106,7 @@ class ToolAgent:
         self._numbers = itertools.count()
 
     async def run(self, prompt: Prompt, sample: int, ask: Ask) -> Episode:
-        """See EpisodeRunner."""
+        """Play one episode: begin it in a tool worker, let model and tools converse, and end it there in any case."""
         if prompt.row.agent == SINGLE_TURN:
             episode = await SingleTurn().run(prompt, sample, ask)
             return dataclasses.replace(episode, turns=(dataclasses.replace(episode.turns[0], state_id=_BEGIN),))
@@ -260,8 +266,12 @@ class ToolAgent:
         return answers, shown, None
 
     async def _content(self, outcome: ToolOutcome, name: str, number: int) -> tuple[Any, list[MediaHandle]]:
-        """What the model is given of a tool's answer: a text, or parts with images and videos before it. `number`: of
-        the first of them. Of those that cannot be used the model is told, as of a tool that fails."""
+        """Convert a tool's answer to message content: a text, or parts with images and videos before the text.
+
+        outcome: the answer. Media that cannot be used become an error of the tool in the text that the model reads.
+        name: name of the tool, for that error.
+        number: number of the first image or video in the episode.
+        """
         said, media = outcome.text, outcome.media
         if media and self._vision is None:
             kinds = Counter(kind for kind, _ in media)
@@ -327,7 +337,7 @@ class ToolAgent:
 
 
 def _label(prompt: Prompt, sample: int, progress: _Progress) -> str:
-    """What the picture of an episode is called: weights that played it, row, sample; "" where nothing was sampled."""
+    """Name the picture of an episode by policy version, row and sample; "" where nothing was sampled."""
     versions = [int(version) for turn in progress.turns[-1:] for version in turn.sampled.weight_versions[-1:]]
     return f"weights_{versions[0]:06d}/{prompt.row.index}-{sample}" if versions else ""
 

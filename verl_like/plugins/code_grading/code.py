@@ -42,12 +42,16 @@ def compute_score(
     sandbox: Mapping[str, Any] | None = None,
     remote: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Share of passed tests (`partial_credit`), or 1 if all pass and else 0. ground_truth: see `code_cases`.
+    """Grade a program: the share of passed tests (`partial_credit`), or 1 if all pass and else 0.
 
-    max_tests: only the first that many. bare_code: a response without a fenced block is a program as a whole. sandbox,
-    remote: settings of the runner, filled in from reward_model.sandbox and reward_model.sandbox_fusion. A test that
-    runs out of time fails the ones after it, unrun. Raises ValueError for tests it cannot read, SandboxError or
-    ServiceError when the machinery fails: that is a failed reward, never a score of 0.
+    A test that runs out of time fails the ones after it, unrun. Raises ValueError for tests it cannot read,
+    SandboxError
+    or ServiceError when the machinery fails: that is a failed reward, never a score of 0.
+
+    ground_truth: see `code_cases`.
+    max_tests: run only the first that many.
+    bare_code: a response without a fenced block is a program as a whole.
+    sandbox, remote: settings of the runner, filled in from reward_model.sandbox and reward_model.sandbox_fusion.
     """
     suite = code_cases.parse(ground_truth)
     if max_tests is not None and not isinstance(suite, AssertTests):
@@ -65,7 +69,7 @@ def compute_score(
 
 @dataclass(slots=True)
 class _Tally:
-    """What came of the tests so far."""
+    """Count of the tests run so far, and the first failure."""
 
     total: int
     passed: int = 0

@@ -33,7 +33,7 @@ class StdioTest:
 
 @dataclass(frozen=True, slots=True)
 class CallTest:
-    """`function(*arguments)` must give one of the `accepted` values."""
+    """Test in which `function(*arguments)` must give one of the `accepted` values."""
 
     function: str
     arguments: list[Any]
@@ -54,7 +54,7 @@ Suite = list[StdioTest] | list[CallTest] | AssertTests
 
 
 def parse(ground_truth: Any) -> Suite:
-    """The tests of a row. ValueError for a form that is not known, or no test at all."""
+    """The tests of a row. Raises ValueError for a form that is not known, or no test at all."""
     value = _unwrap(ground_truth)
     suite: Suite | None = None
     if isinstance(value, dict):
@@ -116,7 +116,10 @@ def _from_cases(cases: list[Any]) -> Suite | None:
 
 
 def _text(value: Any) -> str:
-    """Some datasets give lines, or numbers, in place of one text. No pipe brings half of a surrogate pair."""
+    """Convert a text, or the lines or the number that some datasets give in place of one, to text.
+
+    Halves of surrogate pairs are replaced: no pipe brings any.
+    """
     return whole("\n".join(map(str, value)) if isinstance(value, list) else str(value))
 
 
@@ -139,7 +142,10 @@ def _accepted(value: Any) -> list[Any]:
 
 
 def same_output(got: str, expected: str) -> bool:
-    """The same words on the same lines, empty ones left out; numbers with a fraction may differ by 1e-6 (relative)."""
+    """Compare two outputs word by word and line by line.
+
+    Empty lines are left out; numbers with a fraction may differ by 1e-6 (relative).
+    """
     if got == expected:
         return True
     got_lines, expected_lines = _lines(got), _lines(expected)

@@ -1,11 +1,11 @@
-"""Where the code grader runs programs: in the sandbox of this machine, or in a remote one.
+"""Runners of the code grader: programs run in the sandbox of this machine, or in a remote one.
 
 Local: a jail serves many responses, for a program dies with its run. Remote: SandboxFusion's API, POST <url> {code,
 stdin, language, ...} (bytedance.github.io/SandboxFusion/docs/api/run-code-run-code-post). That sandbox runs one program
 at a time, so a function call travels as a program that reads its arguments and prints its result, and assert-style
 tests travel behind the code, in one program with it: code that means to cheat can pass these (docs/security.md).
 
-Results come one by one, in order; who stops reading stops the running.
+Results come one by one, in order; a caller that stops reading stops the running.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _read(reply: Any) -> dict[str, Any]:
 
 
 def _failure(reply: dict[str, Any]) -> TestResult | None:
-    """Why the program itself failed, or None when it ended well."""
+    """Convert the failure of a remote program to a test result; None when the program ended well."""
     if "TimeLimitExceeded" in reply["status"]:
         return TestResult(False, "timeout")
     if reply["status"] != "Finished" or reply["return_code"] != 0:
@@ -156,9 +156,9 @@ class LocalRunner:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any] | None) -> LocalRunner:
-        """This process's runner with these settings (SandboxSettings' fields).
+        """Return this process's runner with these settings (SandboxSettings' fields).
 
-        SandboxError if this machine's sandbox is weaker than min_level: found out here, as nobody else may have.
+        Raises SandboxError if this machine's sandbox is weaker than min_level: found out here, as nobody else may have.
         """
         wanted = SandboxSettings(**(settings or {}))
         if cls._current is None or cls._current.settings != wanted:
@@ -201,7 +201,7 @@ class LocalRunner:
             yield _failed(reply) or TestResult(False, "error", reply["stderr"].strip()[-_SHOWN_CHARS:])
 
     def _begin(self) -> None:
-        """A new response: perhaps a new jail."""
+        """Begin a new response, perhaps with a new jail."""
         self._served += 1
         if self._served > _RESPONSES_PER_JAIL:
             self.close()
@@ -219,7 +219,7 @@ class LocalRunner:
 
 
 def _compare_call(text: str, test: CallTest) -> TestResult:
-    """The program wrote `text` itself: it may be anything, and anything but a right value is a wrong one."""
+    """Compare the value in `text`, which the program wrote itself: anything but a right value is a wrong one."""
     try:
         value = wire.decode(json.loads(text))
         right = any(same_value(value, accepted) for accepted in test.accepted)
@@ -229,7 +229,7 @@ def _compare_call(text: str, test: CallTest) -> TestResult:
 
 
 def _failed(reply: dict[str, Any]) -> TestResult | None:
-    """Why a run in the jail failed, or None when it ended well."""
+    """Convert the failure of a run in the jail to a test result; None when the run ended well."""
     said = reply["stderr"].strip()[-_SHOWN_CHARS:]
     return None if reply["status"] == "ok" else TestResult(False, reply["status"], said)
 

@@ -1,4 +1,4 @@
-"""Where programs in responses are run: what the configuration says, brought to the graders and checked at the start."""
+"""Place where programs in responses run: read from the configuration, passed to the graders, checked at the start."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MARGIN_S = 10.0  # to start a jail, and to compare
 
 
 class ExecutionPlace:
-    """This machine's sandbox, or a remote one (reward_model.sandbox_fusion.url)."""
+    """Sandbox that programs run in: this machine's, or a remote one (reward_model.sandbox_fusion.url)."""
 
     def __init__(self, config: RewardModelConfig, *, num_workers: int, call_timeout: float) -> None:
         self._call_timeout = call_timeout
@@ -53,7 +53,7 @@ class ExecutionPlace:
         }
 
     def require(self) -> None:
-        """Find out, once, how well this machine locks programs up. ValueError if that is too little."""
+        """Find out, once, how well this machine locks programs up. Raises ValueError if that is too little."""
         if self._checked or self._remote is not None:
             return
         total = self._local["total_timeout"]

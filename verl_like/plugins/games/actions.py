@@ -1,4 +1,4 @@
-"""What games share: reading a move from what the model wrote, and levels that training never sees."""
+"""Helpers that games share: reading a move from what the model wrote, and levels that training never sees."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ def move(text: str, pattern: str, names: Sequence[str]) -> int | None:
 
 
 def belongs(level: str, holdout: float, split: str) -> bool:
-    """Whether a split may play this level. holdout: the share of all levels that validation alone has; 0: none, and
-    validation plays any."""
+    """True where a split may play this level.
+
+    holdout: share of all levels that are for validation alone; 0: no level is held out, and validation plays any.
+    split: "train" or "val".
+    """
     if holdout <= 0:
         return True
     place = int.from_bytes(hashlib.blake2b(level.encode(), digest_size=8).digest(), "big") / 2**64
@@ -33,12 +36,12 @@ def belongs(level: str, holdout: float, split: str) -> bool:
 
 
 def split_of(options: dict[str, Any] | None) -> str:
-    """train or val: what `reset` was told."""
+    """Return the split that `reset` was told: train or val."""
     return str((options or {}).get("split", "train"))
 
 
 def share(value: float, name: str) -> float:
-    """A probability or share. ValueError for anything else."""
+    """A probability or share. Raises ValueError for anything else."""
     if not 0 <= value < 1:
         raise ValueError(f"{name}={value}: must be at least 0 and below 1")
     return float(value)

@@ -13,7 +13,7 @@ from verl_like.plugins.games.openenv import OpenEnv
 
 
 def need(module: str, package: str) -> Any:
-    """The module. ValueError says what to install."""
+    """The module. Raises ValueError, which says what to install."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -21,11 +21,14 @@ def need(module: str, package: str) -> Any:
 
 
 class GymnasiumText:
-    """Any environment of Gymnasium (`gymnasium:ID`): text or ANSI pictures are read, others as str() has them.
+    """Environment of Gymnasium (`gymnasium:ID`): text or ANSI pictures are read, other observations as str() has them.
 
-    actions: word -> action; without it the text itself, where the space is text, or else the number in it. pattern:
-    where the word stands. invalid_reward: of text that names no action, for which nothing is done. kwargs: of
-    `gymnasium.make`. ValueError for actions that are none, or that are needed and missing.
+    Raises ValueError for actions that are none, or that are needed and missing.
+
+    actions: word -> action; without it the text itself, where the space is text, or else the number in it.
+    pattern: regular expression that finds the word.
+    invalid_reward: reward of text that names no action, for which no step is made.
+    kwargs: arguments of `gymnasium.make`.
     """
 
     def __init__(
@@ -94,8 +97,13 @@ class GymnasiumText:
 
 
 class SkyrlText:
-    """An environment that is registered with skyrl-gym (`skyrl:ID`), made anew for each episode: its constructor takes
-    the row's answer. env_config: its own; extras: more of what rows give it there (max_turns, say)."""
+    """Environment that is registered with skyrl-gym (`skyrl:ID`).
+
+    It is made anew for each episode: its constructor takes the row's answer.
+
+    env_config: its own configuration.
+    extras: more of what rows give it there (max_turns, say).
+    """
 
     def __init__(
         self, name: str, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None
@@ -121,8 +129,10 @@ class SkyrlText:
 
 
 class ReasoningGym:
-    """One question of a data set of reasoning-gym (`reasoning_gym:NAME`), scored by it. success_above: scores above it
-    count as right. Other arguments are the data set's."""
+    """One question of a data set of reasoning-gym (`reasoning_gym:NAME`), scored by it.
+
+    success_above: scores above it count as right. Other arguments are the data set's.
+    """
 
     instruction = ""
 
@@ -150,8 +160,10 @@ class Conversation(list[dict[str, Any]]):
 
 
 class TextRenderer:
-    """In place of a renderer of tinker-cookbook's, for its environments of tokens (`Env`, `ProblemEnv`): what they
-    render stays messages, and what they parse is the text that the model wrote."""
+    """Replacement of a renderer of tinker-cookbook's, for its environments of tokens (`Env`, `ProblemEnv`).
+
+    What they render stays messages, and what they parse is the text that the model wrote.
+    """
 
     def build_generation_prompt(self, messages: Sequence[dict[str, Any]], **_: Any) -> Conversation:
         return Conversation(messages)
@@ -160,7 +172,7 @@ class TextRenderer:
         return []
 
     def parse_response(self, response: str) -> tuple[dict[str, Any], Any]:
-        """An answer that has ended, also one that was cut off."""
+        """Return the response as an answer that has ended, also one that was cut off."""
         ended = need("tinker_cookbook.renderers", "tinker-cookbook").ParseTermination.STOP_SEQUENCE
         return {"role": "assistant", "content": response}, ended
 

@@ -9,7 +9,12 @@ from verl_like.plugins.games.actions import ANSWER, move
 
 
 class Bandit:
-    """lo_arm_score: what the safe arm pays. hi_arm_hiscore with hi_arm_hiscore_prob, else hi_arm_loscore: the other."""
+    """Game of two arms, a safe and a risky one.
+
+    lo_arm_score: pay of the safe arm.
+    hi_arm_hiscore: pay of the risky arm, with probability hi_arm_hiscore_prob.
+    hi_arm_loscore: its pay otherwise.
+    """
 
     def __init__(
         self,

@@ -10,7 +10,11 @@ from verl_like.plugins.math_grading.countdown import is_solution
 
 
 class Countdown:
-    """num_numbers: that are given, 1 to max_number. format_score: for an answer that is wrong."""
+    """Countdown as a game of one move.
+
+    num_numbers: count of the given numbers, which are 1 to max_number.
+    format_score: reward of an answer that is wrong.
+    """
 
     instruction = (
         "Use the numbers, each exactly once, with + - * / and parentheses, to reach the target. "

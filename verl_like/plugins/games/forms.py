@@ -33,8 +33,12 @@ _INFO = ("info", "metadata", "metrics", "logs")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What an environment says: plain text, or messages. whole: these are the conversation from its beginning. done:
-    the episode is over; truncated: it was cut off."""
+    """Answer of an environment: plain text, or messages.
+
+    whole: the messages are the conversation from its beginning.
+    done: the episode is over.
+    truncated: the episode was cut off.
+    """
 
     text: str = ""
     messages: tuple[Message, ...] = ()
@@ -46,8 +50,10 @@ class Step:
 
 
 def is_environment(kind: Any) -> bool:
-    """Whether a class answers the model's messages, rather than having methods as tools: it has `step`, and `init` or
-    `initial_observation`, or Gymnasium's `reset(seed=...)`."""
+    """True for a class that answers the model's messages, False for one whose methods are tools.
+
+    Such a class has `step`, and `init` or `initial_observation`, or Gymnasium's `reset(seed=...)`.
+    """
     if not callable(getattr(kind, "step", None)):
         return False
     if any(callable(getattr(kind, name, None)) for name in ("init", "initial_observation")):
@@ -67,13 +73,13 @@ async def begin(game: Any, row: Mapping[str, Any], seed: int, split: str) -> Ste
 
 
 async def act(game: Any, message: Message) -> Step:
-    """What the environment makes of the model's message. Its text, where `step` does not ask for a message."""
+    """Play the model's message: the message itself where `step` has such a parameter, its text otherwise."""
     wants_message = "message" in inspect.signature(game.step).parameters
     return step_of(await settled(game.step(message if wants_message else message["content"])))
 
 
 def first_of(value: Any) -> Step:
-    """What `reset` or `init` gave. TypeError for another form."""
+    """Convert the value of `reset` or `init` to a Step. Raises TypeError for an unknown form."""
     if isinstance(value, tuple) and len(value) == 2:  # and an info, or tools, or metadata
         value = value[0]
     if isinstance(value, str | list) or value is None:
@@ -82,7 +88,10 @@ def first_of(value: Any) -> Step:
 
 
 def step_of(value: Any) -> Step:
-    """What `step` gave. TypeError, ValueError for what is none of the forms, or no finite reward."""
+    """Convert the value of `step` to a Step.
+
+    Raises TypeError for an unknown form, ValueError for a reward that is not finite or content that is not text.
+    """
     if isinstance(value, Step):
         return value
     if isinstance(value, tuple) and len(value) in (4, 5):
@@ -136,7 +145,10 @@ def _said(value: Any) -> Step:
 
 
 def text_of(content: Any) -> str:
-    """The text of a message, which may be parts of text (and thoughts, which are left out). ValueError for others."""
+    """The text of a message, which may be parts of text (and thoughts, which are left out).
+
+    Raises ValueError for others.
+    """
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, Sequence) or not all(isinstance(part, Mapping) for part in content):
@@ -164,8 +176,10 @@ def readable(value: Any) -> str:
 
 
 def news(before: Sequence[Message], whole: Sequence[Message]) -> list[Message] | None:
-    """What a whole conversation says after `before`, which ends with the model's message; None where it does not begin
-    so. The model may have another role in it."""
+    """Return the messages that a whole conversation has behind `before`, which ends with the model's message.
+
+    None where the conversation does not begin with `before`. The model may have another role in it.
+    """
     same = [
         one["role"] in ("assistant", other["role"]) and text_of(one["content"]).strip() == other["content"].strip()
         for one, other in zip(before, whole, strict=False)

@@ -20,11 +20,14 @@ _TRIES = 10_000  # maps without a path, or of the other split
 
 
 class FrozenLake:
-    """size: of the square. p: share of frozen tiles. is_slippery: a move goes where it should one time in three, else
-    to either side. max_steps: then the episode is cut off. holdout: share of all maps that only validation plays.
-    view: the map as a picture, or the places of what is on it.
+    """Frozen lake: reward 1 at the goal, else 0. A move that cannot be read moves nothing and counts as a step.
 
-    Reward 1 at the goal, else 0. A move that cannot be read moves nothing and counts as a step.
+    size: rows and columns of the square.
+    p: share of frozen tiles.
+    is_slippery: a move goes where it should one time in three, else to either side.
+    max_steps: moves after which the episode is truncated.
+    holdout: share of all maps that only validation plays.
+    view: the map as a picture, or the places of what is on it.
     """
 
     def __init__(
@@ -52,7 +55,7 @@ class FrozenLake:
         self._steps = 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        """A map of this seed. ValueError where the settings leave no map."""
+        """A map of this seed. Raises ValueError where the settings leave no map."""
         self._rng, self._steps = random.Random(seed), 0
         for _ in range(_TRIES):
             self.tiles, self.place = self._level()
@@ -75,7 +78,7 @@ class FrozenLake:
         return self._picture()
 
     def cells(self) -> list[list[str]]:
-        """What is on each tile, for drawing."""
+        """Name the content of each tile, for drawing."""
         return [[_NAMES[symbol] for symbol in row] for row in self._picture().split("\n")]
 
     def _level(self) -> tuple[list[str], tuple[int, int]]:

@@ -29,7 +29,10 @@ TAGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make(kind: str, config: Mapping[str, Any], where: str) -> Any:
-    """An environment. ValueError names `where`, the kind and what is wrong with it or with its configuration."""
+    """An environment.
+
+    Raises ValueError, which names `where`, the kind and what is wrong with it or with its configuration.
+    """
     preset, config = TAGS.get(kind), dict(config)
     if preset is not None:
         kind, config = preset[0], preset[1] | config

@@ -22,13 +22,19 @@ _PATIENCE_S = 60.0  # to reach the server; what it takes to answer is the worker
 
 
 class OpenEnv:
-    """A session of its own for each episode: the server needs `max_concurrent_envs` of as many as are played at once.
+    """Environment on an OpenEnv server, with a session of its own for each episode.
 
-    field: of the server's action, where the model's text stands (a number in it, where the field is one); left out: the
-    only one that is required. action: what its other fields are. actions: word -> value of the field, or all fields.
-    pattern: where the word stands. read: the field of observations that is shown; left out: all of them, as
-    JSON. reset: more arguments of the server's reset. invalid_reward: of text that is no action, for which nothing is
-    done. ValueError where no server answers, or its action has no such field.
+    The server needs `max_concurrent_envs` of as many as are played at once. Raises ValueError where no server answers,
+    or its action has no such field.
+
+    field: field of the server's action that gets the model's text (a number in it, where the field is one); left out:
+        the only one that is required.
+    action: values of its other fields.
+    actions: word -> value of the field, or all fields.
+    pattern: regular expression that finds the word.
+    read: field of observations that is shown; left out: all of them, as JSON.
+    reset: more arguments of the server's reset.
+    invalid_reward: reward of text that is no action, for which no step is made.
     """
 
     def __init__(
@@ -60,7 +66,7 @@ class OpenEnv:
     async def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
-        """A new session. OSError, RuntimeError where the server refuses it."""
+        """A new session. Raises OSError, RuntimeError where the server refuses it."""
         import aiohttp
 
         await self.end_episode()
@@ -129,7 +135,7 @@ class OpenEnv:
 
 
 def _schema(url: str) -> dict[str, Any]:
-    """What the server's action has."""
+    """Fetch the JSON schema of the server's action. Raises ValueError where no OpenEnv server answers."""
     try:
         with _DIRECT.open(f"{url}/schema", timeout=_PATIENCE_S) as answer:
             found = json.load(answer)["action"]

@@ -25,11 +25,13 @@ Place = tuple[int, int]
 
 
 class Sokoban:
-    """dim_room: rows and columns with the walls around. search_depth: moves that the generator plays backwards.
-    levels: a text file of Boxoban's form instead of the generator; its levels have their own size and boxes.
-    grid_lookup: other symbols, by ROLL's numbers. holdout: share of all levels that only validation plays.
+    """Sokoban. A move that cannot be read is a step in which nothing moves.
 
-    A move that cannot be read is a step in which nothing moves.
+    dim_room: rows and columns, with the walls around.
+    search_depth: moves that the generator plays backwards.
+    levels: a text file of Boxoban's form instead of the generator; its levels have their own size and boxes.
+    grid_lookup: other symbols, by ROLL's numbers.
+    holdout: share of all levels that only validation plays.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class Sokoban:
         self._steps = 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        """A level of this seed. ValueError where the settings leave none."""
+        """A level of this seed. Raises ValueError where the settings leave none."""
         rng, self._steps = random.Random(seed), 0
         for _ in range(_TRIES):
             if self._levels is not None:
@@ -96,7 +98,7 @@ class Sokoban:
         return self._picture(LOOKUP)
 
     def cells(self) -> list[list[str]]:
-        """What is on each tile, for drawing."""
+        """Name the content of each tile, for drawing."""
         return [[NAMES[number] for number in row] for row in self._numbers()]
 
     def _push(self, step: Place) -> None:

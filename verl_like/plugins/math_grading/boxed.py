@@ -26,11 +26,13 @@ def compute_score(
     format_gate: bool = True,
     tags: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """`acc_score` (Colossal-RL: 10) for the right answer in the last box.
+    """Score `acc_score` (Colossal-RL: 10) for the right answer in the last box.
 
-    partial_score (Colossal-RL: 5; null: half of acc_score) is for an answer that differs in { } , and spaces alone.
-    tags: must each occur once, in this order; format_gate: otherwise nothing is earned. Returns score, acc, answer_acc,
-    format, pred.
+    Returns score, acc, answer_acc, format, pred.
+
+    partial_score: for an answer that differs in { } , and spaces alone (Colossal-RL: 5; null: half of acc_score).
+    tags: texts of which each must occur once, in this order.
+    format_gate: otherwise the score is 0.
     """
     answer = last_boxed(solution_str)
     formatted = answer is not None and _once_in_order(solution_str, tags)

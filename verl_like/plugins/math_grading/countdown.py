@@ -34,7 +34,7 @@ def compute_score(
 ) -> dict[str, Any]:
     """Score an equation. `acc` is 1 or 0.
 
-    ground_truth: {"target": int, "numbers": [int, ...]}, also as JSON text; ValueError for anything else.
+    ground_truth: {"target": int, "numbers": [int, ...]}, also as JSON text; raises ValueError for anything else.
     """
     truth = dictionary_with(ground_truth, "target", "numbers")
     if not all(isinstance(number, Real) for number in (*truth["numbers"], truth["target"])):
@@ -47,7 +47,7 @@ def compute_score(
 
 
 def is_solution(equation: str, numbers: list[int], target: int) -> bool:
-    """Whether the equation (a trailing `= target` is allowed) uses each number exactly once and gives the target."""
+    """Check that the equation uses each number exactly once and gives the target; a trailing `= target` is allowed."""
     left, *right = equation.translate(_OPERATOR_SIGNS).split("=")
     if len(equation) > MAX_EQUATION_CHARS or len(right) > 1:
         return False
@@ -61,7 +61,7 @@ def is_solution(equation: str, numbers: list[int], target: int) -> bool:
 
 
 def _evaluate(node: ast.expr) -> tuple[Fraction, list[int]]:
-    """Value of the expression and the numbers in it. ValueError for anything but + - * / and whole numbers."""
+    """Value of the expression and the numbers in it. Raises ValueError for anything but + - * / and whole numbers."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return Fraction(node.value), [node.value]
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):

@@ -23,7 +23,7 @@ Node = tuple[Any, ...]
 
 
 class UnknownExpression(ValueError):
-    """Not in the language, or too large to be computed here."""
+    """Error of a text that is not in the language, or too large to be computed here."""
 
 
 _FUNCTIONS = {
@@ -54,7 +54,7 @@ _PIECES = re.compile(r"\\?[A-Za-z]+|[^A-Za-z]")
 
 
 def understood(truth: str, answer: str) -> bool:
-    """Whether an answer is made of commands, letters and signs of mathematics, or of the reference.
+    """True for an answer made only of commands, letters and signs of mathematics, or of pieces of the reference.
 
     Nothing in it then hides a part (\\phantom, \\color), names something else, or speaks in words.
     """
@@ -67,7 +67,7 @@ def understood(truth: str, answer: str) -> bool:
 
 
 def tokenise(text: str) -> list[tuple[str, str]]:
-    """(kind, text) of every token. UnknownExpression for anything else."""
+    """Split a text into (kind, text) of every token. Raises UnknownExpression for anything else."""
     if len(text) > MAX_CHARS:
         raise UnknownExpression("too long")
     tokens: list[tuple[str, str]] = []
@@ -160,7 +160,7 @@ class _Parser:
         return False
 
     def _juxtaposed(self, left: Node) -> Node:
-        """left times what follows; a whole number before a proper fraction is a mixed number."""
+        """Multiply `left` by what follows; a whole number before a proper fraction is a mixed number."""
         right = self._power()
         if left[0] == "num" and left[1].denominator == 1 and right[0] == "frac":
             top, bottom = right[1], right[2]
@@ -192,7 +192,7 @@ class _Parser:
         return ("factorial", node) if self._accept("!") else node
 
     def _script(self) -> Node:
-        """What ^ applies to: a group or an atom, with a sign if need be."""
+        """Parse the operand of ^: a group or an atom, with a sign if need be."""
         return ("neg", self._atom()) if self._accept("-") else self._atom()
 
     def _group(self) -> Node:
@@ -283,7 +283,7 @@ class _Parser:
         return node if power is None else ("pow", node, power)
 
     def _argument(self) -> Node:
-        """( .. ) or { .. } alone, or the factors up to the next sign or function."""
+        """Parse a function's argument: ( .. ) or { .. } alone, or the factors up to the next sign or function."""
         if self._peek()[1] in ("(", "{", "["):
             return self._atom()
         node = self._signed_power()

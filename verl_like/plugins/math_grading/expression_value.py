@@ -25,7 +25,10 @@ _POINTS = 4  # the first half has positive values only
 
 
 def evaluate(node: Node, point: dict[str, Fraction]) -> Any:
-    """Value of a tree: a Fraction where it is rational, otherwise an mpmath number. UnknownExpression if undefined."""
+    """Value of a tree: a Fraction where it is rational, otherwise an mpmath number.
+
+    Raises UnknownExpression if undefined.
+    """
     try:
         with _mpmath().workdps(_DIGITS):
             return _value(node, point)
@@ -63,7 +66,7 @@ def real_value(node: Node) -> Any:
 
 
 def same(left: Node, right: Node) -> bool | None:
-    """Whether two trees have the same value everywhere. None: unknown."""
+    """Check that two trees have the same value everywhere. None: unknown."""
     if left == right:
         return True
     try:
@@ -76,7 +79,7 @@ def same(left: Node, right: Node) -> bool | None:
 
 
 def proportional(left: Node, right: Node) -> bool | None:
-    """Whether left = c * right with a constant c other than 0: then `left = 0` and `right = 0` are one equation."""
+    """Check that left = c * right with a constant c other than 0: then `left = 0` and `right = 0` are one equation."""
     try:
         ratios = []
         for point in _points(left, right):
@@ -91,7 +94,7 @@ def proportional(left: Node, right: Node) -> bool | None:
 
 
 def close_to(node: Node, value: Fraction, tolerance: Fraction) -> bool | None:
-    """Whether an expression without variables is real and within `tolerance` of a number."""
+    """Check that an expression without variables is real and within `tolerance` of `value`. None: unknown."""
     if symbols(node):
         return None
     try:

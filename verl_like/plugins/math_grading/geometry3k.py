@@ -15,7 +15,7 @@ def compute_score(
     *,
     format_weight: float = 0.1,
 ) -> dict[str, Any]:
-    """(1 - format_weight) x right + format_weight x well-formed."""
+    """Score (1 - format_weight) x right + format_weight x well-formed."""
     graded = math_boxed.compute_score(data_source, solution_str, ground_truth, extra_info)
     formatted = graded["format"] > 0 and _thinks_first(solution_str.strip())
     score = (1 - format_weight) * graded["acc"] + format_weight * formatted
@@ -23,6 +23,6 @@ def compute_score(
 
 
 def _thinks_first(text: str) -> bool:
-    """<think> ... </think> ... \\boxed{"""
+    """True for <think> ... </think> ... \\boxed{"""
     end = text.find("</think>")
     return text.startswith("<think>") and end > 0 and text.find("\\boxed{", end) > 0

@@ -43,7 +43,7 @@ def compute_score(
     format_score: float = 0.0,
     score: float = 1.0,
 ) -> dict[str, Any]:
-    """`score` for the right answer, `format_score` for a wrong one in the right form, 0 without an answer.
+    """Score `score` for the right answer, `format_score` for a wrong one in the right form, 0 without an answer.
 
     ground_truth: a number, as such or as text, or a text that ends in `#### number`, as GSM8K's own answers do.
     ValueError for anything else: that is a failed reward, as no response could be right.

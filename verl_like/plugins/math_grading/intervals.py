@@ -30,7 +30,7 @@ def split_union(text: str) -> list[str]:
 
 
 def same_set(left: str, right: str) -> bool | None:
-    """Whether two unions of intervals and finite sets hold the same numbers. None: one is no such thing."""
+    """Check that two unions of intervals and finite sets hold the same numbers. None: one of them is no such union."""
     parsed = _parse(left), _parse(right)
     if parsed[0] is None or parsed[1] is None:
         return None
@@ -77,7 +77,7 @@ def _number(text: str) -> Any:
 
 
 def _merged(intervals: list[tuple[_End, _End]]) -> list[tuple[_End, _End]]:
-    """The same set as disjoint intervals in order."""
+    """Convert a union to disjoint intervals in order."""
     merged: list[tuple[_End, _End]] = []
     for low, high in sorted(intervals, key=lambda pair: (pair[0].value, not pair[0].inside)):
         if merged and _touches(merged[-1][1], low):

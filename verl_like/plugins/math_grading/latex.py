@@ -190,7 +190,7 @@ def normalise(answer: str) -> str:
 
 
 def strip_delimiters(answer: str) -> str:
-    """Without surrounding white space, $ .. $, \\( .. \\), ** .. **, an outer \\boxed{..}, a final full stop."""
+    """Strip white space, $ .. $, \\( .. \\), ** .. **, an outer \\boxed{..} and a final full stop from an answer."""
     text, before = answer.strip(), None
     while text != before:
         before = text
@@ -213,12 +213,12 @@ _SPACE_THAT_MATTERS = re.compile(
 
 
 def plain_text(text: str) -> str:
-    """\\text{...} and its relatives replaced by their content."""
+    """Replace \\text{...} and its relatives by their content."""
     return _TEXT.sub(r" \1 ", text)
 
 
 def squeeze(text: str) -> str:
-    """Without white space, but for the spaces that keep two numbers or two words apart."""
+    """Remove white space, but for the spaces that keep two numbers or two words apart."""
     text = re.sub(r"\s+", " ", text.strip())
     marked = _SPACE_THAT_MATTERS.sub(lambda match: (match[1] or "") + "\0", text)
     return marked.replace(" ", "").replace("\0", " ")

@@ -25,11 +25,12 @@ def compute_score(
     format_score: float = 0.0,
     think_tags: bool = False,
 ) -> dict[str, Any]:
-    """`score` for the right answer, `format_score` for another one in a box, 0 without a box.
+    """Score `score` for the right answer, `format_score` for another one in a box, 0 without a box.
+
+    Returns score, acc, format, pred, and layer: the comparison that decided (see `math_equal.Verdict`).
 
     ground_truth: the answer (a \\boxed{...} around it is taken off), or a list of answers any of which is right.
     think_tags: the box counts only after exactly one <think> ... </think>.
-    Returns score, acc, format, pred, and layer: which comparison decided (see `math_equal.Verdict`).
     """
     answer = last_boxed(solution_str)
     well_formed = answer is not None and (not think_tags or _thinks_once(solution_str))
@@ -46,14 +47,14 @@ def compute_score(
 
 
 def matches(ground_truth: Any, answer: str) -> tuple[bool, str]:
-    """Whether the answer equals the reference or one of several, and the comparison that decided."""
+    """Compare the answer with the reference, or each of several; return the verdict and the layer that decided."""
     verdicts = [compare(truth, answer) for truth in references(ground_truth)]
     verdict = next((v for v in verdicts if v.same), verdicts[0])
     return verdict.same, verdict.layer
 
 
 def references(ground_truth: Any) -> list[str]:
-    """The reference answers as text, out of their boxes. ValueError if there is none: the row is broken."""
+    """The reference answers as text, out of their boxes. Raises ValueError if there is none: the row is broken."""
     truths = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
     texts = [("" if truth is None else str(truth)).strip() for truth in truths]
     texts = [last_boxed(text) or text for text in texts]

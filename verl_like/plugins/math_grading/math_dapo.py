@@ -19,7 +19,10 @@ NO_ANSWER = "[INVALID]"  # verl's word
 
 
 def extract_answer(solution_str: str, *, boxed_fallback: bool = True) -> str | None:
-    """What stands after the last `Answer:` of the tail, or None."""
+    """Return the text after the last `Answer:` of the response's tail; None where there is none.
+
+    boxed_fallback: without `Answer:`, take the content of the last boxed expression.
+    """
     tail = solution_str[-TAIL_CHARS:]
     lines = _ANSWER.findall(tail)
     if lines:
@@ -38,7 +41,7 @@ def compute_score(
     wrong_score: float = -1.0,
     boxed_fallback: bool = True,
 ) -> dict[str, Any]:
-    """`score` or `wrong_score`; acc, pred (`[INVALID]` where nothing was found) and layer tell why."""
+    """Score `score` or `wrong_score`; acc, pred (`[INVALID]` where no answer was found) and layer tell why."""
     answer = extract_answer(solution_str, boxed_fallback=boxed_fallback)
     right, layer = (False, "none") if answer is None else matches(ground_truth, answer)
     pred = NO_ANSWER if answer is None else answer[:MAX_PRED_CHARS]

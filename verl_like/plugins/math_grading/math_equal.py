@@ -1,4 +1,4 @@
-"""Whether two mathematical answers are the same: in the layers below, cheapest first.
+"""Comparison of two mathematical answers, in the layers below, cheapest first.
 
 1. text: equal after normalisation (`latex.py`); words and multiple-choice letters are decided here for good.
 2. structure: lists, sets, tuples, intervals, matrices, relations are compared part by part (`math_structure.py`), and a
@@ -48,20 +48,23 @@ _CHOICE = re.compile(r"^\(?\s*([A-Z])\s*[).:]?$")
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether the answers are the same, and the layer that said so: text, structure, value or math-verify."""
+    """Result of a comparison, and the layer that decided: text, structure, value or math-verify."""
 
     same: bool
     layer: str
 
 
 def equal(truth: str, answer: str) -> bool:
-    """Whether `answer` means the same as the reference `truth`."""
+    """Check that `answer` means the same as the reference `truth`."""
     return compare(truth, answer).same
 
 
 @functools.lru_cache(maxsize=8192)
 def compare(truth: str, answer: str) -> Verdict:
-    """See `equal`. Cached: the responses of a group often give the same answer."""
+    """Compare an answer with the reference, as `equal` does, and name the layer that decided.
+
+    Results are cached: the responses of a group often give the same answer.
+    """
     if max(len(truth), len(answer)) > MAX_ANSWER_CHARS:
         return Verdict(truth.strip() == answer.strip(), "text")
     left, right = normalise(truth), normalise(answer)
@@ -88,7 +91,7 @@ def _readings(text: str) -> list[str]:
 
 
 def _compare_approximations(truth: str, answer: str) -> Verdict:
-    """2/3 \\approx 0.67: each number the answer gives must be one that the reference gives."""
+    """Compare answers such as 2/3 \\approx 0.67: each number the answer gives must be one that the reference gives."""
     truths, answers = _values(truth), _values(answer)
     if len(truths) == len(answers) == 1:
         return _compare(truths[0], answers[0], 0)
@@ -101,7 +104,7 @@ def _compare_approximations(truth: str, answer: str) -> Verdict:
 
 
 def _values(text: str) -> list[str]:
-    """What stands around \\approx, without the name of what is approximated: x \\approx 11 is 11."""
+    """List the values on the sides of \\approx, without the name of what is approximated: x \\approx 11 is 11."""
     values = _APPROXIMATELY.split(text)
     return values[1:] if len(values) > 1 and is_name(values[0]) else values
 
@@ -171,7 +174,10 @@ def _compare_values(truth: Quantity, answer: Quantity) -> Verdict:
 
 
 def _may_mean_percent(truth: Quantity, tree: expression.Node) -> bool:
-    """Whether a percent sign may be left out or added: always if the reference has one; 50 may be 50%, 0.5 not 0.5%."""
+    """True where a percent sign may be left out or added.
+
+    That is always so if the reference has one; otherwise 50 may be 50%, but 0.5 not 0.5%.
+    """
     value = expression_value.real_value(tree)
     return truth.percent or (value is not None and abs(value) > 1)
 
@@ -194,7 +200,7 @@ def _same_value(truth: expression.Node, answer: expression.Node, texts: tuple[st
 
 
 def _is_rounding(text: str, exact: expression.Node, places: int = _ROUNDING_DECIMALS) -> bool:
-    """Whether `text`, a decimal with so many places or more, is a rounded number that has no finite decimal form."""
+    """Check that `text`, a decimal with `places` digits or more, rounds a value that has no finite decimal form."""
     if not re.fullmatch(rf"-?\d*\.\d{{{places},}}", text):
         return False
     value = expression_value.rational(exact)

@@ -44,7 +44,10 @@ _PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])|\\mp(?![A-Za-z])|\+/-|\+-")
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """kind: "set" for {a,b}, "list" for a,b, "tuple" for (a,b) and [a,b)."""
+    """Parts of an answer.
+
+    kind: "set" for {a,b}, "list" for a,b, "tuple" for (a,b) and [a,b).
+    """
 
     kind: str
     elements: list[str]
@@ -151,7 +154,7 @@ def compare_relations(truth: str, answer: str, same: Same) -> bool | None:
 
 
 def _is_found(side: str, truth: str) -> bool:
-    """Whether what stands left of = says what the answer is, as x, a+b and \\angle ABC do.
+    """True where the left side of = names what the answer is, as x, a+b and \\angle ABC do.
 
     Not so 2+3, which is a number itself (nor (x-1)(x+2) for x^2-1), 2x, which leaves an equation to be
     solved, and words that are not known.
@@ -170,7 +173,7 @@ def _is_found(side: str, truth: str) -> bool:
 
 
 def _same_equation(truth: str, answer: str) -> bool:
-    """Equal up to a constant factor."""
+    """True where two equations are equal up to a constant factor."""
     sides = [expression.parse(side) for side in (*truth.split("="), *answer.split("="))]
     if None in sides:
         return symbolic.equal(truth, answer)
@@ -182,7 +185,7 @@ def _same_equation(truth: str, answer: str) -> bool:
 
 
 def _as_set(text: str) -> str:
-    """`x \\in A` as A; `-2 \\le x < 3` as [-2,3); `x < 1, x > 5` as a union; anything else as it is."""
+    """Write `x \\in A` as A; `-2 \\le x < 3` as [-2,3); `x < 1, x > 5` as a union; anything else as it is."""
     member = _MEMBER.match(text)
     if member:
         return member[1]
@@ -194,14 +197,14 @@ def _as_set(text: str) -> str:
 
 
 def _between(found: Sequence[str]) -> str:
-    """[1,3) for two rays [1,\\infty) and (-\\infty,3) that meet; "" for anything else."""
+    """Write two rays [1,\\infty) and (-\\infty,3) that meet as [1,3); "" for anything else."""
     ends = [part.removesuffix(",\\infty)").removeprefix("(-\\infty,") for part in found]
     between = ",".join(sorted(ends, key=lambda end: end[-1] in ")]"))
     return between if intervals.same_set(between, between) else ""
 
 
 def _interval_of(text: str) -> tuple[str, str] | None:
-    """-2 \\le x < 3 as x and [-2,3), x > 1 as x and (1,\\infty). None for anything else."""
+    """Read -2 \\le x < 3 as x and [-2,3), x > 1 as x and (1,\\infty). None for anything else."""
     parts = [part.strip() for part in _RELATION.split(text)]
     if len(parts) == 3:
         variable, sign, bound = parts
@@ -223,7 +226,7 @@ def _interval_of(text: str) -> tuple[str, str] | None:
 
 
 def _expand_plus_minus(text: str) -> str:
-    """a \\pm b as the list a+b, a-b; of a list, each element that has one."""
+    """Expand a \\pm b to the list a+b, a-b; of a list, each element that has one."""
     if not _PLUS_MINUS.search(text):
         return text
     if text.startswith("\\{") and text.endswith("\\}"):

@@ -42,11 +42,11 @@ _OPERATOR = re.compile(r"[-+*/^=<>]|\\[A-Za-z]+")
 
 
 class _TookTooLong(BaseException):
-    """Not an Exception: sympy catches those."""
+    """Time-out. Not an Exception: sympy catches those."""
 
 
 def equal(truth: str, answer: str) -> bool:
-    """Whether math-verify holds two LaTeX answers for the same; False also for what it cannot parse or is too hard."""
+    """Compare two LaTeX answers with math-verify. False also for an answer that it cannot parse or that is too hard."""
     if _too_hard(truth) or _too_hard(answer) or ("\\infty" in truth) != ("\\infty" in answer):
         return False
     if not understood(truth, answer):  # math-verify leaves out what it does not know
@@ -116,7 +116,7 @@ def _too_hard(text: str) -> bool:
 
 
 def _terms_of_powers(text: str) -> Iterator[int]:
-    """How many terms each power of a bracketed sum has when it is multiplied out."""
+    """Count, for each power of a bracketed sum, the terms that it has when it is multiplied out."""
     for match in _POWER_OF_BRACKET.finditer(text):
         depth, start = 0, match.start()
         while start >= 0:

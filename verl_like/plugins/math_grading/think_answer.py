@@ -23,7 +23,10 @@ def extract_answer(solution_str: str) -> str | None:
 
 
 def format_is_right(solution_str: str, *, think_in_prompt: bool = False) -> bool:
-    """Whether the tags are as they should be. think_in_prompt: the prompt ends with <think>, the response has none."""
+    """Check that the response has exactly the expected tags, in order, and ends with the last.
+
+    think_in_prompt: the prompt ends with <think>, so the response has none.
+    """
     expected = _TAGS[1:] if think_in_prompt else _TAGS
     text = solution_str.strip()
     return tuple(_ANY_TAG.findall(text)) == expected and text.endswith(_TAGS[-1])
@@ -40,10 +43,11 @@ def compute_score(
     format_gate: bool = True,
     think_in_prompt: bool = False,
 ) -> dict[str, Any]:
-    """`acc_score` for the right answer (Colossal-RL: 10), `format_score` for another one in the right format.
+    """Score `acc_score` for the right answer (Colossal-RL: 10), `format_score` for another one in the right format.
 
-    format_gate: the answer counts only in the right format. Returns score, acc (what counted), answer_acc (whatever the
-    format), format, pred.
+    Returns score, acc (what counted), answer_acc (whatever the format), format, pred.
+
+    format_gate: the answer counts only in the right format.
     """
     answer = extract_answer(solution_str)
     formatted = format_is_right(solution_str, think_in_prompt=think_in_prompt)

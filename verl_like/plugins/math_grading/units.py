@@ -58,10 +58,11 @@ class Quantity:
 
 
 def split_unit(text: str, *, one_letter: bool = False, known: Set[str] | None = None) -> Quantity:
-    """Take a unit, percent or currency sign off. one_letter: read `5 m` as metres, not as 5 times m.
+    """Take a unit, percent or currency sign off. Words that are not understood stay in the value.
 
-    known: words that count as a unit besides those listed above: the reference's, for an answer. None: any, for the
-    reference itself. Words that are not understood stay in the value.
+    one_letter: read `5 m` as metres, not as 5 times m.
+    known: words that count as a unit besides those listed above: the reference's, for an answer; None: any, for the
+        reference itself.
     """
     text = re.sub(r"^\(([^()]*)\)$", r"\1", text)
     if match := _PERCENT.match(text):
@@ -95,7 +96,7 @@ def split_unit(text: str, *, one_letter: bool = False, known: Set[str] | None = 
 
 
 def _counted(words: str, value: str, known: Set[str] | None, power: str | None = None) -> str:
-    """ "things" or "other" (see Quantity) for words that say what is counted, "" for any others."""
+    """Return "things" or "other" (see Quantity) for words that say what is counted, "" for any others."""
     if known is None:
         return "" if _CHANGES.search(words) else "other"
     words, _, each = _MEASURED.sub("", words.strip()).partition(" per ")
@@ -114,12 +115,12 @@ def words_of(text: str) -> Set[str]:
 
 
 def says_more_than_the_number(text: str) -> bool:
-    """Whether words are left that no unit explains and that change what the number means: 5 squared, not 0."""
+    """True where a word is left that no unit explains and that changes the number's meaning: 5 squared, not 0."""
     return _CHANGES.search(text) is not None
 
 
 def compatible(truth: Quantity, answer: Quantity) -> bool:
-    """Whether two units do not contradict each other: one is missing, or they are the same."""
+    """True where two units do not contradict each other: one is missing, or they are the same."""
     units = ["percent" if side.percent else side.unit for side in (truth, answer)]
     return units[0] == units[1] or any(unit in ("", "unit", "unit2", "unit3") for unit in units)
 

@@ -39,7 +39,7 @@ class _Block:
     slot_bS: Tensor  # of each token's key and value in the cache
 
     def mask(self, heads: int, window: int, dtype: torch.dtype) -> Tensor:
-        """[b, 1, Q x heads, S], 0 for what a query sees and -inf: `heads` heads of one token one after the other."""
+        """Build the mask [b, 1, Q x heads, S]: 0 for what a query sees, else -inf; a token's `heads` heads in a row."""
         key_S, position_bQ1 = torch.arange(self.slot_bS.shape[1]), self.position_bQ[..., None]
         hidden_bQS = key_S > position_bQ1
         if window > -1:
@@ -94,7 +94,7 @@ def use_blocks() -> None:
 def _attention(
     block: _Block, query_THD: Tensor, keys_NHD: Tensor, values_NHD: Tensor, mask: Tensor, scale: float | None
 ) -> Tensor:
-    """[b x Q, H, D] of the values: query heads that share a head of keys are rows of one matrix."""
+    """Attend, and return [b x Q, H, D] of the values: query heads that share a head of keys are rows of one matrix."""
     b, q = block.token_bQ.shape
     query_bQHD, kept = query_THD[block.token_bQ], keys_NHD.shape[1]
     query = query_bQHD.unflatten(2, (kept, -1)).transpose(1, 2).flatten(2, 3)  # [b, kept, Q x heads, D]
@@ -104,7 +104,7 @@ def _attention(
 
 
 def _gathered(cache_NHD: Tensor, slot_bS: Tensor) -> Tensor:
-    """[b, H, S, D] of what the cache holds there."""
+    """Gather [b, H, S, D] of what the cache holds in the slots."""
     rows = embedding(slot_bS, cache_NHD.flatten(1))  # on a CPU twice as fast as indexing
     return rows.unflatten(2, cache_NHD.shape[1:]).transpose(1, 2)
 

@@ -67,7 +67,7 @@ _declared: list[torch.library.Library] = []
 
 
 def folder() -> Path:
-    """Where SGLang is looked for besides this environment: a folder made by `pip install --target`."""
+    """Return the folder where SGLang is looked for besides this environment: made by `pip install --target`."""
     return Path(os.environ.get(FOLDER_VARIABLE) or Path(sys.prefix) / "sglang")
 
 
@@ -79,7 +79,7 @@ def installed() -> str | None:
 
 
 def require_installed(key: str = "rollout.name") -> str:
-    """SGLang's version; ValueError, naming `key`, with what to do where there is none."""
+    """SGLang's version; raises ValueError, naming `key`, with what to do where there is none."""
     version = installed()
     if version is None:
         raise ValueError(
@@ -100,8 +100,13 @@ def starting(device: torch.device, sleeps: bool) -> AbstractContextManager[objec
 
 
 def prepare(device: torch.device, *, quiet: bool, sees: bool = False) -> None:
-    """Make SGLang importable here, and import what is used of it. Raises ValueError for another version whose private
-    names are others, or none at all. quiet: errors alone are logged. sees: for a vision-language model."""
+    """Make SGLang importable here, and import what is used of it.
+
+    Raises ValueError where SGLang is missing, or is another version whose private names are others.
+
+    quiet: log errors alone.
+    sees: for a vision-language model.
+    """
     version = require_installed()
     if quiet:  # it tells of every model file that wants a kernel which is not there
         logging.getLogger("sglang").setLevel(logging.ERROR)
@@ -251,8 +256,11 @@ def new_request(
     priority: int = 0,
     scored: bool = False,
 ) -> Any:
-    """A request for `add`. name: all are of one length, because SGLang aborts by the beginnings of names. scored: the
-    prompt's log-probs are wanted."""
+    """Make a request for `add`.
+
+    name: all names are of one length, because SGLang aborts by the beginnings of names.
+    scored: the prompt's log-probs are wanted.
+    """
     sampling = _of("sglang.srt.sampling.sampling_params", "SamplingParams")
     params = sampling(max_new_tokens=max_new_tokens, temperature=1.0, ignore_eos=True)
     params.normalize(None)
@@ -281,7 +289,10 @@ def add(scheduler: Any, request: Any) -> None:
 
 
 def step(scheduler: Any, beginning: Callable[[Any], None]) -> list[Any]:
-    """One forward pass; the requests that were in it. beginning: is told the batch before."""
+    """Run one forward pass; return the requests that were in it.
+
+    beginning: is given the batch before the pass.
+    """
     plan = scheduler.get_next_batch_to_run(running_batch=scheduler.running_batch, last_batch=scheduler.last_batch)
     scheduler.running_batch, batch = plan.running_batch, plan.batch_to_run
     reqs: list[Any] = []
@@ -301,7 +312,7 @@ def abort(scheduler: Any, names: Sequence[str]) -> None:
 
 @contextmanager
 def alone(scheduler: Any) -> Iterator[None]:
-    """The engine without any request: those under way lose their cache, and are computed again afterwards."""
+    """Hold the engine without any request: those in flight lose their cache, and are computed again afterwards."""
     scheduler.pause_generation(_of(_IO, "PauseGenerationReqInput")(mode="retract"))
     others, scheduler.waiting_queue = scheduler.waiting_queue, []
     try:
@@ -361,7 +372,7 @@ def stored_name(model: nn.Module, name: str, stored: Container[str]) -> str:
 
 
 def unpacked_linear(module: nn.Module) -> Tensor | None:
-    """Nothing is packed, without kernels for this CPU."""
+    """Return None: no layer has packed weights, as there are no kernels for this CPU."""
     return None
 
 

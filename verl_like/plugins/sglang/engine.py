@@ -120,7 +120,7 @@ class SGLangRolloutEngine(SteppedRolloutEngine):
         return compat.step(self._scheduler, beginning)
 
     def _sample(self, logits_output: Any, forward_batch: Any) -> Tensor:
-        """In place of SGLang's sampler: the next token of each request of the step, kept there with its log-prob."""
+        """Draw the next token of each request of the step, as SGLang's sampler would, and keep it with its log-prob."""
         logits_bV = logits_output.next_token_logits[:, : self.tokenizer_size].float()
         token_b, log_prob_b = logits_bV.argmax(dim=-1), logits_bV.new_zeros(len(logits_bV))
         drawn = [i for i, request in enumerate(self._in_step) if request.row is not None]
@@ -152,10 +152,13 @@ class SGLangRolloutEngine(SteppedRolloutEngine):
         self._wake("kv_cache")  # not before: until now the trainer's full tensors needed the room
 
     def _weights_changed(self) -> None:
-        """Each row notes the version of every token."""
+        """Do nothing, as each row notes the version of every token."""
 
     def weight_checksums(self, shapes: Mapping[str, torch.Size]) -> list[tuple[str, int]]:
-        """See RolloutEngine. Left out: stacked experts on CUDA, whose kernels may have moved numbers about."""
+        """Compute the checksum of every whole weight that the engine holds; collective over its tensor-parallel ranks.
+
+        Stacked experts on CUDA are left out: their kernels may have moved the numbers about.
+        """
         layout = Layout(dict(shapes), rank=self._rank, size=self._tp)
         parts = held_by(compat.runner_of(self._scheduler).model, layout, compat)
         group = None if self._lockstep is None else self._lockstep.group
@@ -177,7 +180,7 @@ class SGLangRolloutEngine(SteppedRolloutEngine):
         return int(request.cached_tokens)
 
     def _run(self, requests: Sequence[Any]) -> None:
-        """Compute these requests to their ends, before those that are under way."""
+        """Compute these requests to their ends, before those already in flight."""
         with compat.alone(self._scheduler):
             for request in requests:
                 compat.add(self._scheduler, request)
@@ -185,8 +188,10 @@ class SGLangRolloutEngine(SteppedRolloutEngine):
                 self._step()
 
     def sleep(self, discard: bool = False) -> None:
-        """See RolloutEngine. Without CUDA or free_cache_engine the memory stays; whether weights are kept elsewhere is
-        decided at the start (rollout.sleep_level)."""
+        """Release the engine's memory. Without CUDA or free_cache_engine the memory stays.
+
+        discard: for the base class alone; the start decides whether weights are kept elsewhere (rollout.sleep_level).
+        """
         super().sleep(discard=discard)
         if self._sleep_mode and not self._asleep:
             with self._exclusive(), compat.alone(self._scheduler):

@@ -32,14 +32,17 @@ USED = (  # as compat.py's: what is looked for at the start
 
 
 def prepare() -> None:
-    """Files of Qwen2-VL that transformers wrote do not have the name by which SGLang asks for the number of colors."""
+    """Set the number of colors under SGLang's name, which files of Qwen2-VL that transformers wrote do not have."""
     settings: Any = Qwen2VLVisionConfig
     settings.in_chans = 3
 
 
 def show(request: Any, images: Sequence[PlacedImage], positions: Tensor) -> None:
-    """Give a request of SGLang's these images, before it is added. positions: int64 [3, tokens + 1], see
-    VisionProcessor.positions: with one more SGLang knows where a response begins, whatever ends the prompt."""
+    """Give these images to a request of SGLang's, before it is added.
+
+    positions: int64 [3, tokens + 1], see VisionProcessor.positions: with one more than tokens SGLang knows where a
+        response begins, whatever ends the prompt.
+    """
     batch = importlib.import_module(_BATCH)
     modality = importlib.import_module("sglang.srt.multimodal.modality").Modality.IMAGE
     items = []

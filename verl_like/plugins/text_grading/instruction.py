@@ -28,11 +28,13 @@ def compute_score(
     score: float = 1.0,
     partial_credit: bool = False,
 ) -> dict[str, Any]:
-    """`score` if all instructions are obeyed; with partial_credit, that times the share of them that are.
+    """Score `score` if all instructions are obeyed; with partial_credit, that times the share of them that are.
+
+    The text before </think> is not looked at. Returns score, acc (all obeyed), share, and pred: the instructions that
+    were not obeyed.
 
     ground_truth: {"instruction_id_list": [name, ...], "kwargs": [arguments, ...]}, also as a JSON text, or a list of
-    {"instruction_id", "kwargs"}. What stands before </think> is not looked at. Returns score, acc (all obeyed), share,
-    and pred: the instructions that were not obeyed.
+        {"instruction_id", "kwargs"}.
     """
     instructions = _instructions(ground_truth)
     text = solution_str.rsplit(_END_OF_THINKING, 1)[-1].strip()
@@ -105,7 +107,7 @@ def number_sentences(text: str, *, num_sentences: int, relation: str | None = No
 
 
 def number_paragraphs(text: str, *, num_paragraphs: int) -> bool:
-    """Paragraphs are parted by ***; empty ones are allowed at the ends only."""
+    """Check the number of paragraphs, parted by ***; empty ones are allowed at the ends only."""
     return _separated(text, r"\s?\*\*\*\s?", num_paragraphs)
 
 
@@ -116,7 +118,7 @@ def _separated(text: str, separator: str, number: int) -> bool:
 
 
 def nth_paragraph_first_word(text: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """Paragraphs are parted by an empty line."""
+    """Check the first word of a paragraph, and the number of paragraphs, parted by an empty line."""
     paragraphs = [part.strip() for part in re.split(r"\n\n", text) if part.strip()]
     if len(paragraphs) != num_paragraphs or not 1 <= nth_paragraph <= len(paragraphs):
         return False
@@ -212,7 +214,7 @@ CHECKS: dict[str, Check] = {
 
 
 def obeys(name: str, arguments: dict[str, Any], text: str) -> bool:
-    """Whether the text obeys one instruction. ValueError for an unknown instruction or unfit arguments."""
+    """Check that the text obeys one instruction. Raises ValueError for an unknown instruction or unfit arguments."""
     if name not in CHECKS:
         raise ValueError(f"unknown instruction {name!r}; known are {', '.join(CHECKS)}")
     try:

@@ -25,7 +25,7 @@ def compute_score(
     *,
     partial_credit: bool = False,
 ) -> dict[str, Any]:
-    """1 if every role is right, else 0, or with `partial_credit` the share of right roles. `acc` is 1 or 0."""
+    """Score 1 if every role is right, else 0, or with `partial_credit` the share of right roles. `acc` is 1 or 0."""
     expected = roles(ground_truth)
     if not expected:
         raise ValueError(f"ground_truth gives nobody a role: {ground_truth[:200]!r}")

@@ -44,7 +44,10 @@ def compute_score(
     choices: str = "ABCDEFGHIJ",
     strict: bool = False,
 ) -> dict[str, Any]:
-    """`score` for the right letter, 0 otherwise. ground_truth: a letter, `(B)`, or the option's number from 0."""
+    """Score `score` for the right letter, 0 otherwise.
+
+    ground_truth: a letter, `(B)`, or the option's number from 0.
+    """
     truth = _truth(ground_truth, choices)
     letter = extract_letter(solution_str, choices=choices, strict=strict)
     right = letter == truth

@@ -36,7 +36,7 @@ def compute_score(
     *,
     name_score: float = 0.0,
 ) -> dict[str, Any]:
-    """1 for the call, `name_score` for the right tool with other arguments, else 0. Also name_acc and format."""
+    """Score 1 for the call, `name_score` for the right tool with other arguments, else 0. Also name_acc and format."""
     expected = dictionary_with(ground_truth, "name")
     call = extract_call(solution_str)
     named = call is not None and call["name"] == expected["name"]

@@ -27,7 +27,7 @@ _IMPLIED = "include_stop_str_in_output"  # tokens are never taken back here
 
 
 def load_callback(reference: str) -> Any:
-    """The class: package.module.Class, or file.py:Class. UserCodeError says what is wrong with it."""
+    """The class: package.module.Class, or file.py:Class. Raises UserCodeError, which says what is wrong with it."""
     return load_dotted(reference, KEY)
 
 
@@ -39,7 +39,7 @@ class Message(SimpleNamespace):
     tool_calls: list[Any] | None
 
     def model_dump(self, **options: Any) -> dict[str, Any]:
-        """As a plain dictionary; what is not there is left out."""
+        """Convert the message to a plain dictionary, without the fields that it does not have."""
         said: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.tool_calls:
             said["tool_calls"] = [
@@ -49,7 +49,7 @@ class Message(SimpleNamespace):
 
 
 class ChatScheduler:
-    """What a callback goes on by."""
+    """Object through which a callback asks for further answers."""
 
     def __init__(self, config: Any, tokenizer: Any, tools: Sequence[Any]) -> None:
         self.config, self.tokenizer, self.tools = config, tokenizer, list(tools)
@@ -58,7 +58,7 @@ class ChatScheduler:
     def submit_chat_completions(
         self, *, messages: list[dict[str, Any]], request_id: str | None = None, info: dict[str, Any] | None = None
     ) -> None:
-        """The policy shall answer these messages; then the callback is called again."""
+        """Ask the policy to answer these messages; then the callback is called again."""
         self.submitted.append(messages)
 
 
@@ -129,7 +129,10 @@ class CompletionCallbackLoop:
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None,
     ) -> None:
-        """What stands before the next answer: more of the row, or, where anything else was changed, another one."""
+        """Prepare the context of the next answer.
+
+        The last row goes on where the callback has only added messages; any other change begins a new row.
+        """
         now, split = rows[-1], len(before)
         answered = messages[split] if len(messages) > split + 1 else {}
         kept = answered.get("role") == "assistant" and (answered.get("content") or "") == message.content

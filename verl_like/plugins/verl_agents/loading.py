@@ -34,7 +34,7 @@ class LoopEntry:
 
 
 def all_loops(path: str | None, callback: str | None) -> dict[str, LoopEntry]:
-    """Those of the file, and the completion callback."""
+    """Collect the agent loops of the file, and the completion callback."""
     loops = read_loops(path) if path else {}
     if callback is not None:
         target = f"{CompletionCallbackLoop.__module__}:{CompletionCallbackLoop.__name__}"
@@ -43,7 +43,10 @@ def all_loops(path: str | None, callback: str | None) -> dict[str, LoopEntry]:
 
 
 def read_loops(path: str) -> dict[str, LoopEntry]:
-    """The loops of a YAML file by name, nothing of them imported. AgentLoopError names the file and the entry."""
+    """The loops of a YAML file by name, nothing of them imported.
+
+    Raises AgentLoopError, which names the file and the entry.
+    """
     entries = OmegaConf.create(load_yaml(path, KEY))
     if not isinstance(entries, ListConfig) or not entries:
         raise AgentLoopError(f"{KEY}={path}: the file must hold a list of loops, each with name and _target_")

@@ -1,4 +1,4 @@
-"""What travels between the trainer and a worker that runs agent loops."""
+"""Messages between the trainer and a worker that runs agent loops."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """What the policy sampled."""
+    """Tokens that the policy sampled for one request of a loop."""
 
     number: int
     token_ids: NDArray[np.int32]
@@ -38,7 +38,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopRow:
-    """verl's AgentLoopOutput: a context, and what follows it, where mask_R is 1 at the tokens that shall be trained."""
+    """Row of verl's AgentLoopOutput: a context, and what follows it; mask_R is 1 at the tokens to be trained."""
 
     prompt_ids_P: NDArray[np.int32]
     response_ids_R: NDArray[np.int32]
@@ -51,7 +51,11 @@ class LoopRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentReply(Outcome):
-    """Where a loop is now. rows: what it returned, None while it runs."""
+    """State of a loop.
+
+    asked: new requests to the policy.
+    rows: the loop's result; None while it runs.
+    """
 
     asked: tuple[Asked, ...] = ()
     rows: tuple[LoopRow, ...] | None = None
@@ -59,9 +63,11 @@ class AgentReply(Outcome):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentRequest:
-    """One message to a worker. action: "start", "resume" (with answers, or to ask for news) or "end".
+    """Message to a worker.
 
-    sampling: the run's, under verl's names. fields: the row's, by column (`plugins.agents.tools.toolbox.fields_of`).
+    action: "start", "resume" (with answers, or to ask for news) or "end".
+    sampling: the run's sampling parameters, under verl's names.
+    fields: the row's, by column (`plugins.agents.tools.toolbox.fields_of`).
     """
 
     action: str
@@ -74,11 +80,14 @@ class AgentRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentLoopSpec(OwnSpec):
-    """The loops of one run. `timeout`: of a loop's own code between two requests to the policy.
+    """Agent loops of one run: a file that lists them, or a completion callback, at least one of both.
 
-    config_path: the file that lists them. callback: verl's completion callback, one more; at least one of both.
-    encoder: the pickled PromptEncoder of the run. end_ids: tokens that end a turn. settings: the whole configuration,
-    as plain values.
+    timeout: of a loop's own code between two requests to the policy.
+    config_path: the file that lists loops.
+    callback: verl's completion callback, which is one more.
+    encoder: the pickled PromptEncoder of the run.
+    end_ids: tokens that end a turn.
+    settings: the whole configuration, as plain values.
     """
 
     factory: str = "verl_like.plugins.verl_agents.service:AgentLoopService"

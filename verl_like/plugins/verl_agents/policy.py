@@ -18,7 +18,7 @@ _HARMLESS = {"n": (1,), "logprobs": (True, False, 0, 1), "ignore_eos": (False,),
 
 
 class TokenOutput(list[int]):
-    """What `generate` returns: verl 0.5's list of ids, and later versions' object with `token_ids`, in one."""
+    """Result of `generate`: verl 0.5's list of ids, and later versions' object with `token_ids`, in one."""
 
     def __init__(
         self,
@@ -37,7 +37,11 @@ class TokenOutput(list[int]):
 
 
 class Policy:
-    """The server_manager of one episode. asked: what the trainer has not been told yet. news: set with each."""
+    """Policy of one episode, as verl's server_manager.
+
+    asked: requests that the trainer has not been told yet.
+    news: set with each request.
+    """
 
     def __init__(self) -> None:
         self.asked: list[Asked] = []
@@ -47,13 +51,16 @@ class Policy:
 
     @property
     def is_busy(self) -> bool:
-        """Whether something that was asked has no answer yet."""
+        """True while a request has no answer yet."""
         return bool(self._waiting)
 
     async def generate(
         self, request_id: Any = None, *, prompt_ids: Sequence[int], sampling_params: Mapping[str, Any], **others: Any
     ) -> TokenOutput:
-        """The policy's continuation. ValueError for what cannot be asked: images, unknown sampling parameters."""
+        """The policy's continuation.
+
+        Raises ValueError for what cannot be asked: images, unknown sampling parameters.
+        """
         for name in ("image_data", "video_data", "audio_data"):
             if others.get(name):
                 raise ValueError(f"generate({name}=...): agent loops are text only here")
@@ -82,7 +89,10 @@ class Policy:
 
 
 def sampling_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Sampling parameters of a loop by the names of SamplingParams. ValueError names what there is none for."""
+    """Sampling parameters of a loop by the names of SamplingParams.
+
+    Raises ValueError, which names what there is none for.
+    """
     fields: dict[str, Any] = {}
     for name, value in given.items():
         name = _OTHER_NAMES.get(name, name)

@@ -29,10 +29,14 @@ _START_S = 600.0  # a worker imports transformers, and what the user's files imp
 
 
 class AgentLoops:
-    """Runs the rows whose agent_name is in `names`; rows without one are `default`'s; all others are for `others`.
+    """Runner of the rows whose agent_name is in `names`; rows without one are `default`'s, all others for `others`.
 
-    prompt, response: data.max_prompt_length, data.max_response_length. A request with its answer has at most their sum,
-    an answer at most `response` tokens. turn_rewards: see `turns_of`. AgentLoopError where a loop cannot be loaded.
+    A request with its answer has at most prompt + response tokens, an answer at most `response`. Raises AgentLoopError
+    where a loop cannot be loaded.
+
+    prompt: data.max_prompt_length.
+    response: data.max_response_length.
+    turn_rewards: see `turns_of`.
     """
 
     def __init__(
@@ -60,7 +64,10 @@ class AgentLoops:
             raise
 
     async def run(self, prompt: Prompt, sample: int, ask: Ask) -> Episode:
-        """See EpisodeRunner."""
+        """Run the agent loop that the prompt's row names, or the default one, and convert its result to an episode.
+
+        Rows whose agent is no loop go to the other runner.
+        """
         name = prompt.row.agent or self._default
         if name not in self._names:
             return await self._others.run(prompt, sample, ask)
@@ -121,7 +128,7 @@ class _Running:
         return reply
 
     async def end(self) -> None:
-        """Nothing more is asked for, and the worker forgets the episode."""
+        """Cancel the requests in flight, and let the worker forget the episode."""
         self._pool.submit([AgentRequest(action="end", session=self._session)], session=self._session)
         self._pool.end_session(self._session)
         await end(self._sampling)
@@ -131,7 +138,10 @@ class _Running:
         return await asyncio.wrap_future(self._pool.submit([request], session=self._session)[0])
 
     async def _answers(self, patience: float) -> tuple[Answered, ...]:
-        """What has been sampled, in the order of asking; after so many seconds perhaps nothing."""
+        """Collect the completions that have arrived, in the order of asking.
+
+        patience: seconds to wait at most for the first one; none may arrive.
+        """
         if not self._sampling:  # the loop does not wait for the policy
             return ()
         done, _ = await asyncio.wait(self._sampling, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
@@ -171,7 +181,7 @@ def _changed(base: SamplingParams, wanted: dict[str, Any]) -> SamplingParams:
 
 
 def _shown(sampling: SamplingParams) -> dict[str, Any]:
-    """What verl's loops are given as sampling_params."""
+    """Convert the sampling parameters to the `sampling_params` that verl's loops are given."""
     greedy = sampling.greedy
     return {
         "temperature": 0.0 if greedy else sampling.temperature,

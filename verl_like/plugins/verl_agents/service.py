@@ -1,4 +1,4 @@
-"""What runs in a worker of agent loops: their coroutines, many at a time, each until it needs the policy."""
+"""Service of a worker that runs agent loops: their coroutines, many at a time, each until it needs the policy."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class AgentLoopService:
         self._sessions: dict[str, _Session] = {}
 
     def _load_tools(self) -> SimpleNamespace:
-        """As verl 0.9 gives them to loops: an object with `tools`."""
+        """Load the tools as verl 0.9 gives them to loops: an object with `tools`. Raises AgentLoopError."""
         turns = self._config.actor_rollout_ref.rollout.multi_turn
         paths = {name: turns[name] for name in ("tool_config_path", "function_tool_path")}
         if not any(paths.values()):
@@ -79,7 +79,10 @@ class AgentLoopService:
             raise AgentLoopError(f"the tools of the agent loops, {paths}, cannot be loaded:\n{tail}") from error
 
     async def call(self, payload: AgentRequest) -> AgentReply:
-        """Where the loop is when it needs the policy, has ended or, while the policy is at work, does nothing."""
+        """Start, resume or end a loop, and report its state.
+
+        A reply comes when the loop needs the policy, has ended or, while the policy is at work, does nothing.
+        """
         for stream in self._printed:
             stream.left = PRINTED_CHARS
         match payload.action:
@@ -96,7 +99,10 @@ class AgentLoopService:
         return await self._progress(session)
 
     async def _run(self, request: AgentRequest, session: _Session) -> tuple[LoopRow, ...] | None:
-        """Whatever the user's code raises is kept: SystemExit would end the worker."""
+        """Run the loop and convert its result.
+
+        Every error of the user's code is kept: SystemExit would end the worker.
+        """
         try:
             loop = self._make(request.name, session.policy)
             fields = request.fields
@@ -198,7 +204,7 @@ def _row(output: Any) -> LoopRow:
 
 
 def _plain(value: Any) -> Any:
-    """What can leave the worker: numbers, texts, lists and dictionaries of them; of anything else its text."""
+    """Convert a value to plain data that can leave the worker; objects of other types become their text."""
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, str):

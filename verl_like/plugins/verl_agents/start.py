@@ -25,7 +25,10 @@ BUILT_IN = (SINGLE_TURN, TOOL_AGENT)
 
 
 def loop_names(rollout: RolloutConfig) -> list[str]:
-    """The loops that the run's file lists; none without one. ValueError for a bad file, and an unknown default."""
+    """The loops that the run's file lists; none without one.
+
+    Raises ValueError for a bad file, and an unknown default.
+    """
     default = rollout.agent.default_agent_loop
     names = list(all_loops(rollout.agent.agent_loop_config_path, rollout.multi_turn.completion_callback))
     _require_known([default], names, "actor_rollout_ref.rollout.agent.default_agent_loop")
@@ -33,7 +36,7 @@ def loop_names(rollout: RolloutConfig) -> list[str]:
 
 
 def check_agents(datasets: Iterable[Dataset | None], rollout: RolloutConfig) -> None:
-    """ValueError for a row whose agent_name is no loop's, or tool_agent where conversations are off."""
+    """Raise ValueError for a row whose agent_name is no loop's, or tool_agent where conversations are off."""
     names, conversations = loop_names(rollout), rollout.multi_turn.enable
     for dataset in filter(None, datasets):
         agents = dataset.agents()
@@ -59,7 +62,7 @@ def _require_known(used: Iterable[str], names: Collection[str], what: str) -> No
 
 
 def open_gateway(config: PPOConfig, encoder: PromptEncoder, eos_ids: Sequence[int], stack: ExitStack) -> EpisodeRunner:
-    """The programs of rollout.gateway, until `stack` is closed. ProgramError for those that cannot be loaded."""
+    """The programs of rollout.gateway, until `stack` is closed. Raises ProgramError for those that cannot be loaded."""
     from verl_like.plugins.agents.gateway.program import ProgramSpec
     from verl_like.plugins.agents.gateway.runner import Gateway  # an HTTP server, which few runs need
     from verl_like.plugins.agents.gateway.session import Rules
@@ -95,7 +98,7 @@ def with_agent_loops(
     eos_ids: Sequence[int],
     stack: ExitStack,
 ) -> EpisodeRunner:
-    """`others`, with the loops of the run's file before it until `stack` is closed. AgentLoopError for bad ones."""
+    """Put the loops of the run's file before `others`, until `stack` is closed. Raises AgentLoopError for bad ones."""
     rollout, names = config.actor_rollout_ref.rollout, loop_names(config.actor_rollout_ref.rollout)
     if runs_programs(rollout):
         return open_gateway(config, encoder, eos_ids, stack)

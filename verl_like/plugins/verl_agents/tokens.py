@@ -22,7 +22,7 @@ class ContinuousTokens:
     """The chat template's tokens for messages, without tokenising again what the model wrote."""
 
     def __init__(self, tokenizer: Any, data: Any) -> None:
-        """data: `data.*` of the run."""
+        """Take the tokenizer and `data.*` of the run."""
         kwargs = dict(data.get("apply_chat_template_kwargs") or {})
         spelled = SpelledTokens(data.get("special_tokens_in_text", "text"))
         self._encoder = PromptEncoder(
@@ -43,7 +43,10 @@ class ContinuousTokens:
         tools: list[dict[str, Any]] | None,
     ) -> list[int]:
         """The tokens of the messages that `after` has beyond `before`, which ends with the assistant's answer: the last
-        of `token_ids`, where the mask is 1. ValueError where the chat template has no place for them."""
+        of `token_ids`, where the mask is 1.
+
+        Raises ValueError where the chat template has no place for them.
+        """
         split = max((place + 1 for place, bit in enumerate(mask) if not bit), default=0) + len(token_ids) - len(mask)
         *history, answer = before
         transcript = Transcript(self._encoder, token_ids[:split], history, tools or None, follow_template=False)

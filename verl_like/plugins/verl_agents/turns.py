@@ -1,4 +1,4 @@
-"""What an agent loop returned, as turns of exactly what the policy sampled in that episode. Pure.
+"""Conversion of an agent loop's result to turns of exactly what the policy sampled in that episode. Pure.
 
     context that was sent + what was sampled = beginning of prompt_ids + response_ids        (the proof, per completion)
 
@@ -29,12 +29,15 @@ Record = Sequence[tuple[list[int], Completion]]  # of one episode: contexts that
 def turns_of(
     rows: Sequence[LoopRow], record: Record, *, response: int, total: int, turn_rewards: bool = False
 ) -> tuple[list[Turn], Counter[str]]:
-    """The turns of all rows, and how many tokens were cut or not trained on; `calls` are the texts that the loop put
-    between two answers: what it did for them is its own business.
+    """Convert the rows to turns, and count the tokens that were cut or not trained on.
 
-    response, total: most tokens of a row after its prompt, and with it. turn_rewards: extra_fields["turn_scores"] of a
-    row are the rewards of its turns, in order. What follows the last sampled token is left out, and so are rows without
-    one. ValueError where none is left, for a prompt that leaves no room, and for more scores than turns.
+    `calls` are the texts that the loop put between two answers: what it did for them is its own business. Tokens behind
+    the last sampled one are left out, and so are rows without one. Raises ValueError where no row is left, for a prompt
+    that leaves no room, and for more scores than turns.
+
+    response: most tokens of a row after its prompt.
+    total: most tokens of a row with its prompt.
+    turn_rewards: extra_fields["turn_scores"] of a row are the rewards of its turns, in order.
     """
     turns: list[Turn] = []
     counts: Counter[str] = Counter()
@@ -69,7 +72,7 @@ def turns_of(
 
 
 def _turns_of_row(row: LoopRow, record: Record, room: int, counts: Counter[str]) -> Iterator[tuple[int, Turn]]:
-    """Each with the number of its completion, of which a mask with holes makes several."""
+    """Yield each turn with the number of its completion, of which a mask with holes makes several."""
     ids_T = np.concatenate([row.prompt_ids_P, row.response_ids_R[:room]])
     start = len(row.prompt_ids_P)
     source_T = np.full(len(ids_T), -1)  # which completion a token is from
@@ -100,8 +103,10 @@ def _turns_of_row(row: LoopRow, record: Record, room: int, counts: Counter[str])
 
 
 def _rewarded(numbered: Sequence[tuple[int, Turn]], scores: Any, *, is_cut: bool) -> list[Turn]:
-    """The scores are those of the row's completions, in order; each stands on the last turn of its completion. is_cut:
-    there may be scores of completions that are no longer in the row."""
+    """Give the row's turns the scores of its completions, in order; each stands on the last turn of its completion.
+
+    is_cut: there may be scores of completions that are no longer in the row.
+    """
     completions = list(dict.fromkeys(number for number, _ in numbered))
     if not isinstance(scores, list) or (len(scores) > len(completions) and not is_cut):
         what = f"extra_fields['turn_scores']={scores!r:.200}"
@@ -117,7 +122,7 @@ def _rewarded(numbered: Sequence[tuple[int, Turn]], scores: Any, *, is_cut: bool
 
 
 def _common(ids_T: np.ndarray, sampled_T: np.ndarray) -> int:
-    """Tokens with which both begin."""
+    """Count the tokens with which both begin."""
     length = min(len(ids_T), len(sampled_T))
     different = np.flatnonzero(ids_T[:length] != sampled_T[:length])
     return int(different[0]) if len(different) else length

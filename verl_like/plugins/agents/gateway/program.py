@@ -1,4 +1,4 @@
-"""What runs in a worker of the gateway: users' programs, many at a time, each with a base URL and a key of its own.
+"""Worker of the gateway: runs users' programs, many at a time, each with a base URL and an API key of its own.
 
     async def run(data, base_url, api_key, **more) -> float | dict | None      # or def: then it has a thread of its own
 
@@ -41,7 +41,12 @@ class ProgramError(ServiceError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramReply(Outcome):
-    """Where a program is. ended: with this reward (None: it gave none), and what else it says for the graders."""
+    """State of a program.
+
+    ended: the program has finished.
+    reward: the reward it returned; None if it returned none.
+    info: everything else it returned, for the graders.
+    """
 
     ended: bool = False
     reward: float | None = None
@@ -62,7 +67,11 @@ class ProgramRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramSpec(OwnSpec):
-    """path: file.py:function; command: a command line; one of both."""
+    """Program that a worker runs: a function or a command line, one of both.
+
+    path: file.py:function.
+    command: a command line.
+    """
 
     factory: str = "verl_like.plugins.agents.gateway.program:ProgramService"
     concurrency: int = 1024
@@ -99,7 +108,7 @@ class ProgramService:
         self._tasks: dict[str, asyncio.Task[Any]] = {}
 
     async def call(self, payload: ProgramRequest) -> ProgramReply:
-        """How it stands with a program, after a moment."""
+        """Start, end or poll a program; a poll waits a moment for its result, then reports the program's state."""
         for stream in self._printed:
             stream.left = PRINTED_CHARS
         if payload.action == "start":
@@ -181,7 +190,7 @@ class ProgramService:
 
 
 def _program(command: str) -> list[str]:
-    """The words of a command line. ProgramError where its first is no program here."""
+    """The words of a command line. Raises ProgramError where its first is no program here."""
     try:
         words = shlex.split(command)
     except ValueError as error:
@@ -192,7 +201,7 @@ def _program(command: str) -> list[str]:
 
 
 def _named(run: Callable[..., Any]) -> list[str]:
-    """Which of the further arguments the function takes."""
+    """List the optional keyword arguments that the function accepts."""
     try:
         return [name for name in ("anthropic_base_url", "episode") if takes(run, name)]
     except (TypeError, ValueError):  # nothing that can be called, as check_call says; some compiled functions
@@ -200,7 +209,10 @@ def _named(run: Callable[..., Any]) -> list[str]:
 
 
 async def _in_thread(run: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """In a thread of its own: in a pool's, programs would wait for those that hang, and nothing can end these."""
+    """Run the program in a thread of its own.
+
+    In a pool's threads, programs would wait for those that hang, and nothing can end these.
+    """
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()  # from here on it cannot be cancelled under the thread
 
@@ -215,7 +227,7 @@ async def _in_thread(run: Callable[..., Any], given: dict[str, Any]) -> Any:
 
 
 def _result(value: Any) -> tuple[float | None, dict[str, Any]]:
-    """The reward, and the rest of a dictionary. TypeError for anything else."""
+    """The reward, and the rest of a dictionary. Raises TypeError for anything else."""
     if isinstance(value, Mapping):
         info = {str(name): item for name, item in value.items() if name != "reward"}
         return to_reward(value.get("reward")), json.loads(json.dumps(info, default=str))

@@ -45,7 +45,10 @@ def _text(content: Any, where: str) -> str:
 
 
 def _options(body: Mapping[str, Any], tools: list[dict[str, Any]], *names: str) -> dict[str, Any]:
-    """Of `Asked`: all but the messages. Refused for what there is not."""
+    """Read the fields of `Asked` other than the messages. Raises Refused for options that the gateway does not offer.
+
+    names: the fields that may hold the limit of tokens; the first one that the body has is used.
+    """
     for name in ("n", "best_of"):
         if body.get(name) not in (None, 1):
             raise Refused(f"{name}={body[name]!r:.60}: one answer a request; ask several times", param=name)
@@ -71,8 +74,11 @@ def _options(body: Mapping[str, Any], tools: list[dict[str, Any]], *names: str) 
 
 
 def _choice(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of `Asked`: how many calls of an answer the client wants to see (0 by tool_choice none, 1 without parallel ones),
-    and of which tools there must be one."""
+    """Read `most_calls` and `forced` of `Asked` from the request's tool_choice.
+
+    most_calls: 0 for tool_choice none, 1 where the client wants no parallel calls.
+    forced: the tools of which one must be called, where the client demands a call.
+    """
     choice = body.get("tool_choice")
     about: Mapping[str, Any] = choice if isinstance(choice, dict) else {"type": choice}
     kind, name = about["type"], about.get("name") or (about.get("function") or {}).get("name")
@@ -96,7 +102,7 @@ def _role(message: Mapping[str, Any], where: str) -> str:
 
 
 def _function(tool: tuple[str, Mapping[str, Any] | None], where: str) -> dict[str, Any]:
-    """A tool as the chat template is shown it. Refused for what is no function with a name."""
+    """A tool as the chat template is shown it. Raises Refused for what is no function with a name."""
     kind, function = tool
     if kind != "function":
         what = f"{where}.type: a tool of type {kind!r:.60} is not available: functions alone"

@@ -19,8 +19,12 @@ _START_S = 600.0  # a worker imports what the user's file imports
 
 
 class Gateway:
-    """Runs every row as a program of the user's. timeout: seconds that it may take between two requests; waiting for
-    the policy is not counted. ProgramError where it cannot be loaded."""
+    """Runner of episodes that runs every row as a program of the user's.
+
+    Raises ProgramError where the program cannot be loaded.
+
+    timeout: seconds that it may take between two requests; waiting for the policy is not counted.
+    """
 
     def __init__(
         self, spec: ProgramSpec, rules: Rules, *, num_workers: int, host: str, port: int, timeout: float
@@ -43,7 +47,10 @@ class Gateway:
             raise
 
     async def run(self, prompt: Prompt, sample: int, ask: Ask) -> Episode:
-        """See EpisodeRunner."""
+        """Run one program against a session of its own, and return the episode that its requests made.
+
+        Raises the error that ended the session, EpisodeAborted for one. Program and session are ended in every case.
+        """
         await self.server.start()
         session, name = Session(self._rules, ask), f"program-{next(self._numbers)}"
         key = self.server.open(session)

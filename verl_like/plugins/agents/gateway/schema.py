@@ -1,6 +1,6 @@
-"""What a request may be: bounds that are checked before it is parsed, then the JSON type of each field.
+"""Checks of a request: size bounds before it is parsed, then the JSON type of each field.
 
-Of fields that a schema does not name nothing is asked, and null is a field that was left out.
+Fields that a schema does not name are not checked, and null counts as a field that was left out.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ RESPONSES: dict[str, Any] = _COMMON | {
 
 
 def read(data: bytearray, schema: dict[str, Any]) -> dict[str, Any]:
-    """The object that these bytes are. Refused names the field of another type."""
+    """The object that these bytes are. Raises Refused, which names the field of another type."""
     _require_bounded(data, "the body")
     try:
         value = json.loads(

@@ -49,7 +49,7 @@ _NO_RETRY = {"x-should-retry": "false"}  # the official clients would ask again 
 
 
 class _Connection(web.RequestHandler):
-    """What is no HTTP is told as JSON too, in the form of the API that was meant, as far as that is known."""
+    """HTTP handler that answers even malformed HTTP with JSON, in the form of the API that was meant if known."""
 
     def handle_error(
         self,
@@ -67,7 +67,7 @@ class _Connection(web.RequestHandler):
 
 
 class _Front(web.Server):
-    """Who may connect, and for how long without a request."""
+    """Low-level server that limits the connections, and how long one may stay without a request."""
 
     def __init__(self, handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> None:
         super().__init__(
@@ -100,20 +100,22 @@ class _Front(web.Server):
         super().connection_lost(handler, exc)
 
     def spoke(self, handler: Any) -> None:
-        """It has sent whole headers."""
+        """Stop the timer of a connection that has sent complete headers."""
         if (timer := self._silent.pop(handler, None)) is not None:
             timer.cancel()
 
     def rests(self, handler: Any, seconds: float = _IDLE_S) -> None:
-        """It has no request, or none any more, and is given so long for one."""
+        """Give a connection without a request `seconds` to send one, then drop it."""
         transport = self._connections.get(handler)
         if transport is not None and not transport.is_closing():
             self._silent[handler] = asyncio.get_running_loop().call_later(seconds, transport.abort)
 
 
 class GatewayServer:
-    """Serves the sessions that are open. host: of the listening socket; anything but the loopback address lets other
-    machines in, who need a session's key."""
+    """HTTP server of the open sessions.
+
+    host: address to listen on; any but the loopback address lets other machines in, who need a session's key.
+    """
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
         self._socket = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -126,7 +128,7 @@ class GatewayServer:
         self._loop = asyncio.SelectorEventLoop()  # whatever loop others have set as the usual one
 
     async def start(self) -> None:
-        """Listen. Nothing, where it does already."""
+        """Start to listen, unless the server does already."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop.run_forever, name="gateway", daemon=True)
             self._thread.start()
@@ -139,13 +141,13 @@ class GatewayServer:
         await web.SockSite(self._runner, self._socket).start()
 
     def open(self, session: Session) -> str:
-        """Let it in; the key to it."""
+        """Let a session in, and return its key."""
         key = f"sk-{secrets.token_urlsafe(24)}"
         self._sessions[key] = session
         return key
 
     def end(self, key: str) -> None:
-        """The key opens nothing any more."""
+        """Refuse the key from now on."""
         session = self._sessions.pop(key)
         session.close()
         for name, (owner, _) in list(self._said.items()):
@@ -163,7 +165,7 @@ class GatewayServer:
         self._loop.close()
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Any request: every refusal is in the form of its API."""
+        """Answer a request; every refusal is in the form of its API."""
         self._front.spoke(request.protocol)
         session = None
         try:
@@ -219,7 +221,7 @@ class GatewayServer:
         return web.json_response(written)
 
     async def _read(self, request: web.BaseRequest, session: Session, form: Form) -> tuple[dict[str, Any], Asked]:
-        """The body, and what it asks for. Large ones of a session wait for each other."""
+        """Read the body and what it asks for. Large bodies of a session wait for each other."""
         if request.headers.get("Content-Encoding", "identity").lower() != "identity":
             raise Refused("Unsupported Media Type: a compressed body; send it as it is", status=415)
         most, length = 2 * session.rules.most_chars, request.content_length
@@ -287,7 +289,10 @@ class GatewayServer:
 
 
 async def _in_time(request: web.BaseRequest, response: web.StreamResponse, part: str | None = None) -> None:
-    """Write a part of a stream, or what is left of a response. ConnectionError for a client that does not read."""
+    """Write a part of a stream, or what is left of a response.
+
+    Raises ConnectionError for a client that does not read.
+    """
     try:
         async with asyncio.timeout(_BODY_S):
             await response.prepare(request)
@@ -305,7 +310,7 @@ def _line(event: Event) -> str:
 
 
 def _told(request: web.BaseRequest, error: BaseException, session: Session | None) -> tuple[int, dict[str, Any]]:
-    """What the program reads of an error: the status, and the body in the form of its API."""
+    """Convert an error to the HTTP status and the JSON body that the program reads, in the form of its API."""
     if isinstance(error, Refused):
         refused = error
     elif isinstance(error, EpisodeAborted) or (session is not None and error is session.failure):

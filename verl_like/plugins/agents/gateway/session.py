@@ -39,8 +39,12 @@ T = TypeVar("T")
 
 
 class Refused(Exception):
-    """The program asked for what there is not; it reads why. code: the APIs' name of the error; param: the field;
-    status: HTTP's."""
+    """Error of a request for something that is not available; the program reads its text.
+
+    code: name of the error in the APIs.
+    param: the field.
+    status: HTTP's.
+    """
 
     def __init__(
         self, message: str, code: str = "invalid_request_error", param: str | None = None, status: int = 400
@@ -51,9 +55,13 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A request, whatever its protocol. most_calls: that its answer may show, None: all. forced: tools of which it must
-    call one, None: it need not. wants_usage: at the end of a stream. is_retry: the client says that it has asked this
-    before."""
+    """A request, whatever its protocol.
+
+    most_calls: tool calls that the answer may show; None: all.
+    forced: names of the tools, one of which the answer must call; None: no call is demanded.
+    wants_usage: the client wants the token counts at the end of a stream.
+    is_retry: the client says that it has sent this request before.
+    """
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
@@ -66,7 +74,7 @@ class Asked:
 
     @property
     def num_chars(self) -> int:
-        """Of all texts that the template is given."""
+        """Count the characters of all texts that the chat template is given."""
         calls = [message["tool_calls"] for message in self.messages if message.get("tool_calls")]
         others = json.dumps([self.tools, calls]) if self.tools or calls else ""
         return sum(len(message["content"]) for message in self.messages) + len(others)
@@ -74,8 +82,11 @@ class Asked:
 
 @dataclass(slots=True, eq=False)
 class Reply:
-    """What came back. message: in the form of OpenAI's chat interface. stopped: the text of the request's that ended
-    it, which the message does not have."""
+    """Answer of the engine to one request.
+
+    message: the answer in the form of OpenAI's chat interface.
+    stopped: the stop text of the request that ended the answer; `message` does not contain it.
+    """
 
     context_ids: list[int]
     completion: Completion
@@ -89,7 +100,7 @@ class Reply:
 
     @property
     def finish_reason(self) -> str:
-        """stop, length or tool_calls."""
+        """Reason of the answer's end: stop, length or tool_calls."""
         if self.completion.finish_reason == "length":
             return "length"
         return "tool_calls" if self.message.get("tool_calls") else "stop"
@@ -97,8 +108,13 @@ class Reply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What all sessions of a run share. total: most tokens of a request with its answer; response: of an answer.
-    requests: of an episode, None: any number. forced_as_auto: a demand for a call is served as if there were none."""
+    """Settings that all sessions of a run share.
+
+    response: most tokens of an answer.
+    total: most tokens of a request with its answer.
+    requests: most requests of an episode; None: any number.
+    forced_as_auto: serve a request that demands a tool call as if it demanded none.
+    """
 
     encoder: PromptEncoder
     parser: ToolCallParser
@@ -110,12 +126,12 @@ class Rules:
 
     @property
     def most_chars(self) -> int:
-        """Of a request. The bytes of its JSON may be twice as many."""
+        """Bound on the characters of one request. Its JSON may have twice as many bytes."""
         return _SPARE_CHARS + _TOKEN_CHARS * self.total
 
 
 async def apart(size: int, work: Callable[..., T], *arguments: Any) -> T:
-    """`work(*arguments)`, which must not touch what others change; in a thread where the input's `size` is large."""
+    """Run work(*arguments), in a thread where the input's `size` is large; it must not touch what others change."""
     if size <= _SMALL_CHARS:
         return work(*arguments)
     return await asyncio.get_running_loop().run_in_executor(_HEAVY, work, *arguments)
@@ -143,7 +159,10 @@ class Session:
 
     async def answer(self, asked: Asked) -> Reply:
         """The policy's answer. A retry, and a request that comes again after its connection broke, joins the first
-        one's. Refused says what cannot be asked."""
+        one's.
+
+        Raises Refused, which says what cannot be asked.
+        """
         size = asked.num_chars
         if size > self.rules.most_chars:
             what = f"the messages have {size} characters, far more than the maximum context length"
@@ -180,13 +199,13 @@ class Session:
         return reply
 
     def close(self) -> None:
-        """Nothing is asked any more."""
+        """Close the session: requests in flight are cancelled, and no further one is served."""
         self.closed = True
         for task in list(self._tasks):
             task.get_loop().call_soon_threadsafe(task.cancel)
 
     def turns(self) -> list[Turn]:
-        """Everything that was sampled, row by row; the row that ended last comes last."""
+        """Collect all turns that were sampled, row by row; the row that ended last comes last."""
         children: dict[int, list[Reply]] = {}
         for reply in self.replies:
             children.setdefault(-1 if reply.parent is None else reply.parent.number, []).append(reply)
@@ -203,7 +222,7 @@ class Session:
         return [_turn(reply, place, number) for number, row in enumerate(rows) for place, reply in enumerate(row)]
 
     def _forget(self, key: str, done: asyncio.Task[Reply]) -> None:
-        """An error, which may have no listener left, and keeps the whole request in memory."""
+        """Forget a failed answer: its error may have no listener left, and keeps the whole request in memory."""
         if not done.cancelled() and done.exception() is not None and self._open.get(key, (None,))[0] is done:
             del self._open[key]
 
@@ -242,8 +261,10 @@ class Session:
     async def _until_called(
         self, asked: Asked, context_ids: list[int], completion: Completion, sampling: SamplingParams, most: int
     ) -> Completion:
-        """The first completion of some that calls what the request demands; what else was sampled is dropped. The
-        policy is not constrained: tokens under a mask would have other log-probs than the trainer's."""
+        """Sample until a completion calls what the request demands; all others are dropped.
+
+        The policy is not constrained: tokens under a mask would have other log-probs than the trainer's.
+        """
         for number in range(_FORCED_TRIES):
             ids = completion.sampled.token_ids.tolist()
             if any(call.name in (asked.forced or ()) for call in self._parsed(asked, context_ids, ids)[0].calls):
@@ -295,7 +316,7 @@ class Session:
             raise Refused(str(error)) from error
 
     def _require_room(self, asked: Asked) -> None:
-        """Refused for far too long a text, before the tokens of all of it are in memory."""
+        """Raise Refused for a text far too long, before the tokens of all of it are in memory."""
         total, count = self.rules.total, 0
         text = self.rules.encoder.render((asked.messages, asked.tools))
         for start in range(0, len(text), _PIECE_CHARS):
@@ -326,7 +347,7 @@ class Session:
         return reply
 
     def _parsed(self, asked: Asked, context_ids: Sequence[int], ids: list[int]) -> tuple[Parsed, str | None]:
-        """The answer as its client is shown it, and the text of the request's that stopped it."""
+        """Return the answer as its client is shown it, and the text of the request's that stopped it."""
         tokenizer = self.rules.encoder.tokenizer
         text = tokenizer.decode(without_end(ids, self.rules.end_ids), skip_special_tokens=False)
         stops = [(text.find(stop), stop) for stop in asked.stop if stop in text]
@@ -357,7 +378,7 @@ def _turn(reply: Reply, place: int, number: int) -> Turn:
 
 
 def _forked(transcript: Transcript) -> Transcript:
-    """The same conversation, to go on from here in another way."""
+    """Copy a transcript, so that the copy can go on from here in another way."""
     other = copy.copy(transcript)
     other.messages = list(transcript.messages)
     other._history, other._ends = list(transcript._history), set(transcript._ends)
@@ -366,8 +387,10 @@ def _forked(transcript: Transcript) -> Transcript:
 
 
 def _digests(messages: Sequence[Message], tools: Any) -> list[str]:
-    """Of the first message, the first two, ...: equal for conversations that mean the same, however a client writes
-    them down again."""
+    """Hash every beginning of the conversation: the first message, the first two, and so on.
+
+    Digests are equal for conversations that mean the same, however a client writes them down again.
+    """
     hashed = hashlib.blake2b(json.dumps(tools, sort_keys=True).encode(), digest_size=16)
     found = []
     for message in messages:

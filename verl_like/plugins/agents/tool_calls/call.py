@@ -1,4 +1,4 @@
-"""What a response asks tools to do: the types that every syntax is read into.
+"""Types of the tool calls in a response, into which every syntax is read.
 
 A parser never raises on what a model wrote. A call that was begun and cannot be read is listed with what is wrong about
 it, beside the calls of the same response that can be.
@@ -22,10 +22,11 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parsed:
-    """A response taken apart.
+    """Response taken apart.
 
-    content: the text outside of calls and thinking, as written. malformed: one message for each call that was begun and
-    cannot be read: what is wrong, and the head of its text. reasoning: the thinking, None where there is none.
+    content: the text outside of calls and thinking, as written.
+    malformed: one message for each call that was begun and cannot be read: what is wrong, and the head of its text.
+    reasoning: the thinking; None where there is none.
     """
 
     content: str
@@ -47,7 +48,7 @@ class ToolCallParser(Protocol):
 
 
 class Malformed(Exception):
-    """Why a call cannot be read, and the place behind it where that is known; does not leave this package."""
+    """Reason why a call cannot be read, and the position behind it where that is known; never leaves this package."""
 
     def __init__(self, why: str, place: int = 0) -> None:
         super().__init__(why)

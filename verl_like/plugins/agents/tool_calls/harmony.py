@@ -59,7 +59,10 @@ def _read_call(text: str, body: int, recipient: str) -> tuple[ToolCall, int]:
 
 
 def _read_rest(text: str, place: int, reading: Reading) -> None:
-    """What no message holds: text without any header is content, a header alone says nothing unless it is a call's."""
+    """Read the text behind the last message.
+
+    Text without any header is content; a header alone says nothing unless it is a call's.
+    """
     rest = text[place:]
     if _RECIPIENT.search(rest) and "<|channel|>" in rest:
         reading.refuse(f"no {_MESSAGE}", text, place)

@@ -23,14 +23,17 @@ _SPACE = re.compile(r"\s*+")
 
 
 def past_space(text: str, place: int) -> int:
-    """The first place from here on that holds no white space."""
+    """Return the first position from `place` on that holds no white space."""
     match = _SPACE.match(text, place)
     assert match is not None
     return match.end()
 
 
 def json_end(text: str, start: int) -> int:
-    """Where the object or list that begins here ends; brackets in strings do not count. Raises Malformed."""
+    """Return the end of the object or list that begins at `start`. Raises Malformed.
+
+    Brackets in strings do not count.
+    """
     if text[start : start + 1] not in ("{", "["):
         raise Malformed("no JSON object")
     depth = 0
@@ -49,7 +52,10 @@ def json_end(text: str, start: int) -> int:
 
 
 def read_json(text: str, start: int, read: Callable[[Any], T]) -> tuple[T, int]:
-    """What `read` makes of the JSON that begins here, and the place behind it. Raises Malformed, with that place."""
+    """Parse the JSON at `start` with `read`, and return the result and the position behind it.
+
+    Raises Malformed, which carries that position where the JSON has an end.
+    """
     end = json_end(text, start)
     try:
         return read(json_value(text[start:end])), end
@@ -89,7 +95,7 @@ def call_of(value: Any, keys: tuple[str, ...] = ("arguments",)) -> ToolCall:
 
 
 def arguments_of(value: Any) -> dict[str, Any]:
-    """Arguments are an object, or a string that holds one as JSON (encoded twice). Raises Malformed."""
+    """Read a call's arguments: an object, or a string that holds one as JSON (encoded twice). Raises Malformed."""
     if isinstance(value, str) and value.strip().startswith("{"):
         text = value.strip()
         if json_end(text, 0) != len(text):
@@ -101,7 +107,7 @@ def arguments_of(value: Any) -> dict[str, Any]:
 
 
 def finite(digits: str) -> float:
-    """A number with a fraction or an exponent. Raises Malformed."""
+    """Read a number with a fraction or an exponent. Raises Malformed for one too large for a float."""
     number = float(digits)
     if not math.isfinite(number):
         raise Malformed("a number too large for a float")

@@ -1,4 +1,4 @@
-"""What formats with markers and thinking share: a pass over the text from marker to marker."""
+"""Reader for formats with markers and thinking: one pass over the text from marker to marker."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def read_marked(text: str, tags: re.Pattern[str], read_call: ReadCall) -> Parsed
 
 
 def _behind_broken(text: str, tags: re.Pattern[str], place: int) -> int:
-    """Where to go on when a call cannot be read: at the next tag that begins something, or behind the stray one."""
+    """Return the position to go on at behind a broken call: the next opening tag, or the end of a stray closing one."""
     for tag in tags.finditer(text, place):
         if tag.lastgroup != "stray":
             return tag.start()

@@ -14,7 +14,7 @@ _NAME = re.compile(r"\s*+([^\s\[\]{}]++)\s*+(?:\[CALL_ID\][^\[{]*+)?+(?:\[ARGS\]
 
 
 class Mistral:
-    """Which of the two forms it is stands behind each `[TOOL_CALLS]`."""
+    """Parser of both forms: the text behind each `[TOOL_CALLS]` shows which one it is."""
 
     def parse(self, text: str) -> Parsed:
         return read_marked(text, _TAGS, _read_calls)
@@ -40,7 +40,7 @@ def _read_calls(text: str, place: int, reading: Reading) -> int:
 
 
 def _read_list(text: str, place: int, reading: Reading) -> int:
-    """One call after the other, so that the good ones count."""
+    """Read one call after the other, so that the good ones count."""
     separator = "["
     while separator != "]":
         start = past_space(text, place + 1)

@@ -43,7 +43,7 @@ class Pythonic:
 
 
 def _read_list(text: str, place: int, reading: Reading) -> int:
-    """One call after the other, so that the good ones count. Returns the place behind the list."""
+    """Read one call after the other, so that the good ones count; return the position behind the list."""
     start, depth = place, 0
     for step in _STEP.finditer(text, place):
         kind = step.lastgroup

@@ -34,7 +34,10 @@ _CONSTANTS = {"pi": math.pi, "e": math.e}
 
 
 def evaluate(expression: str) -> int | float:
-    """The value of an expression. ValueError for what is none, or too large; ArithmeticError as arithmetic has it."""
+    """The value of an expression.
+
+    Raises ValueError for what is none, or too large; ArithmeticError as arithmetic has it.
+    """
     if len(expression) > _MOST_CHARS:
         raise ValueError(f"the expression is longer than {_MOST_CHARS} characters")
     try:

@@ -69,7 +69,7 @@ _RUNS_PER_JAIL = 200
 
 
 def _require_memory(settings: SandboxSettings) -> None:
-    """A program cannot have more memory than the worker that starts it."""
+    """Raise ValueError where a program may have more memory than the worker that starts it."""
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     if most != resource.RLIM_INFINITY and settings.memory_limit_mb * 1024**2 > most:
         raise ValueError(
@@ -104,7 +104,7 @@ class CodeInterpreter:
         return instance_id
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[str, None, dict]:
-        """What the code printed, errors included. Metrics: errors, seconds."""
+        """Run the code and return what it printed, errors included. Metrics: errors, seconds."""
         code, past = str(parameters.get("code", "")), self._past[instance_id]
         reply = self._ready().run_program(_PROGRAM, json.dumps({"past": past, "code": code}))
         said = reply["stdout"] + reply["stderr"]

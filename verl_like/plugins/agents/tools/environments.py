@@ -25,9 +25,15 @@ from verl_like.plugins.games.games import make
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What a row plays. tag: names it in metrics. max_steps: moves, then the episode is cut off. template: of each user
-    message, with ROLL's names in braces. history_length: each turn is a prompt of its own, with so many turns before
-    it; None: a conversation. render: folder for a GIF of the episode."""
+    """Environment that a row plays.
+
+    tag: name of the environment in metrics.
+    max_steps: moves after which the episode is truncated; None: any number.
+    template: form of each user message, with ROLL's names in braces.
+    history_length: number of earlier turns in each prompt, where every turn is a prompt of its own; None: the episode
+        is one growing conversation.
+    render: folder for a GIF of the episode.
+    """
 
     kind: str
     tag: str
@@ -45,7 +51,10 @@ class Settings:
 
     @classmethod
     def of(cls, row: Mapping[str, Any], default: str | None) -> Settings:
-        """Of a row's fields. ValueError where neither it nor `default` names an environment."""
+        """Read the settings from a row's fields.
+
+        Raises ValueError where neither the row nor `default` names an environment.
+        """
         extra = row["extra_info"] or {}
         own = {name: value for name, value in (extra.get(ROW_KEY) or {}).items() if value is not None}
         if odd := sorted(own.keys() - {each.name for each in fields(cls)}):
@@ -90,7 +99,7 @@ class EnvironmentWorker:
         return await begin(playing.game, row, playing.settings.seed, playing.settings.split)
 
     async def move(self, playing: Playing, message: Message) -> Step:
-        """The model has said this."""
+        """Play the model's message."""
         return await act(playing.game, message)
 
     async def begin(self, session: str, row: Mapping[str, Any]) -> ToolOutcome:
@@ -112,7 +121,7 @@ class EnvironmentWorker:
         raise ValueError(f"the environment answers messages and has no tool, also none that is called {name}")
 
     async def respond(self, session: str, messages: list[Message]) -> ToolOutcome:
-        """What follows the model's last message, and the reward of that."""
+        """Play the model's last message as a move, and return the environment's answer with the move's reward."""
         playing = self._live[session]
         settings, message = playing.settings, messages[-1]
         step = await self.move(playing, message)
@@ -179,7 +188,7 @@ def _prompt(playing: Playing) -> list[Message]:
 
 
 def _filled(playing: Playing) -> str:
-    """The template, with ROLL's names. ValueError for a name that it does not have."""
+    """The template, with ROLL's names. Raises ValueError for a name that it does not have."""
     settings, count = playing.settings, playing.num_steps
     shown = playing.history[-settings.history_length :] if settings.history_length else []
     first = count - len(shown) + 1
@@ -202,7 +211,7 @@ def _filled(playing: Playing) -> str:
 
 
 def _save(playing: Playing, label: str) -> None:
-    """The GIF; a full disk must not cost an episode."""
+    """Write the GIF; a full disk must not cost an episode."""
     from verl_like.plugins.games.drawing import gif
 
     path = Path(f"{playing.settings.render}/{label}_{playing.settings.tag}_{playing.score:.1f}.gif")

@@ -24,13 +24,18 @@ _MAX_DELAY_S, _BODY_CHARS = 30.0, 500
 
 @dataclass(frozen=True, kw_only=True)
 class HttpSettings:
-    """The tool's config.
+    """Settings of an HTTP tool: the `config` of its entry.
 
     "{name}" stands for an argument in `url`, `query` and `body`: a text that is nothing else becomes the argument as it
-    is (a list, a number). query: of the address. body: JSON; null: all arguments (nothing with GET and DELETE).
-    header_env: header -> environment variable that holds it, for what must stand in no file. result: path into a JSON
-    reply, such as result.0; null: the whole reply. timeout: [s] of one try. retry_delay: [s] before the second try,
-    doubles. max_response_bytes: of the reply.
+    is (a list, a number).
+
+    query: of the address.
+    body: JSON; null: all arguments (nothing with GET and DELETE).
+    header_env: header -> environment variable that holds it, for what must stand in no file.
+    result: path into a JSON reply, such as result.0; null: the whole reply.
+    timeout: [s] of one try.
+    retry_delay: [s] before the second try; doubles with each.
+    max_response_bytes: most bytes of the reply.
     """
 
     url: str

@@ -23,7 +23,7 @@ _METHODS = ("start_interaction", "generate_response", "finalize_interaction")
 
 
 def load_interactions(path: str, key: str) -> dict[str, Any]:
-    """The objects of a file by name. ValueError names key, file and entry."""
+    """The objects of a file by name. Raises ValueError, which names key, file and entry."""
     content = load_yaml(path, key)
     entries = content.get("interaction") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not entries:
@@ -56,7 +56,7 @@ class Interactions:
         self._live: dict[str, tuple[Any, dict[str, Any]]] = {}  # by session: the user, and the row's arguments
 
     async def begin(self, session: str, row: Mapping[str, Any]) -> ToolOutcome:
-        """ValueError for a name that no interaction has. A row without interaction_kwargs has no simulated user."""
+        """Begin the simulated user of a row, if it has interaction_kwargs. Raises ValueError for an unknown name."""
         if settings := interaction_kwargs(row["extra_info"] or {}):
             user = self._users[chosen(settings, self.names)]
             self._live[session] = user, settings
@@ -67,7 +67,10 @@ class Interactions:
         raise ValueError(f"simulated users have no tool, also none that is called {name}")
 
     async def respond(self, session: str, messages: list[dict[str, Any]]) -> ToolOutcome:
-        """What the user says to the last message, and what it gives for that. TypeError for another form of answer."""
+        """Return the simulated user's answer to the last message, and its reward.
+
+        Raises TypeError for another form of answer.
+        """
         user, settings = self._live[session]
         value = await user.generate_response(session, messages, **settings)
         if not isinstance(value, tuple) or len(value) != 4:
@@ -85,12 +88,15 @@ class Interactions:
 
 
 def interaction_kwargs(extra_info: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a row; empty where it has no simulated user. A table's column has None for what only other rows have."""
+    """Collect a row's arguments for its simulated user; empty where it has none.
+
+    None values are left out: a table's column has them for keys that only other rows use.
+    """
     return {name: value for name, value in (extra_info.get("interaction_kwargs") or {}).items() if value is not None}
 
 
 def chosen(settings: Mapping[str, Any], names: Sequence[str]) -> str:
-    """The interaction of a row's interaction_kwargs. ValueError for an unknown one, and for none of several."""
+    """The interaction of a row's interaction_kwargs. Raises ValueError for an unknown one, and for none of several."""
     name = settings.get("name") or (names[0] if len(names) == 1 else None)
     if name is None or name not in names:
         raise ValueError(f"extra_info.interaction_kwargs.name={name!r}: there are {', '.join(names)}")

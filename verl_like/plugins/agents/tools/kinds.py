@@ -36,7 +36,7 @@ class ToolSource(Protocol):
 
 @dataclass
 class _Instance:
-    """verl's tool instance of one episode."""
+    """Instance of a tool of verl's form, for one episode."""
 
     id: str
     settings: Mapping[str, Any]  # the row's tools_kwargs of this tool
@@ -102,7 +102,7 @@ class NativeTool:
 
 
 class Stateless:
-    """What tools have in common that live for their calls alone: nothing begins, and nothing is lost at the end."""
+    """Base of tools that live for their calls alone: no set-up when an episode begins, no state to drop at its end."""
 
     stateful = False
 
@@ -188,7 +188,7 @@ async def state_of(thing: Any) -> int | None:
 
 
 def outcome_of(value: Any) -> ToolOutcome:
-    """What a tool returned: a response, or (response, reward, metrics)."""
+    """Convert a tool's return value to an outcome; the value is a response, or (response, reward, metrics)."""
     response, reward, metrics = text.split_value(value)
     media = media_of(response)
     said = str(response.text or "") if media else text.to_text(response)
@@ -200,7 +200,7 @@ def _named(reward: float | None, name: str) -> dict[str, float | str | None]:
 
 
 def _is_own(tool: Any, method: str) -> bool:
-    """Whether a tool has a method beyond that of verl's base class, which gives 0 for everything."""
+    """True where a tool overrides the method of verl's base class, which gives 0 for everything."""
     return getattr(getattr(type(tool), method, None), "__module__", "verl.tools.base_tool") != "verl.tools.base_tool"
 
 
@@ -214,7 +214,7 @@ def media_of(value: Any) -> list[tuple[str, Any]]:
     An image is one of PIL's, an array, a file's bytes, a path or URL (which every worker must be able to read), or a
     dictionary with one of these under "bytes", "path", "image", "url" or "image_url". A video is a file in one of these
     forms, its frames (a list of images, an array of all), or a dictionary with one of these under "video" or an image's
-    names, and a row's options beside it (models/videos.py). ValueError for anything else.
+    names, and a row's options beside it (models/videos.py). Raises ValueError for anything else.
     """
     if not hasattr(value, "text"):
         return []

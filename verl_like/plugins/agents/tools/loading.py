@@ -85,7 +85,7 @@ def _environment(path: str) -> ToolSource:
 
 
 def _environments(spec: ToolSpec) -> EnvironmentWorker:
-    """What rows play; each kind is made once, so that a mistake in its configuration is told now."""
+    """Make the environment worker. Each environment is built once as a trial, so that mistakes are told now."""
     worker = EnvironmentWorker if spec.worker_cls is None else load(spec.worker_cls, "env.worker_cls")
     if not (isinstance(worker, type) and issubclass(worker, EnvironmentWorker)):
         name = f"{EnvironmentWorker.__module__}.{EnvironmentWorker.__name__}"

@@ -28,10 +28,12 @@ _SAID_BYTES = 2000
 
 @dataclass(frozen=True, kw_only=True)
 class McpServerSettings:
-    """Either a command, which runs as a child of the worker, or an address (streamable HTTP).
+    """Settings of one server: a command, which runs as a child of the worker, or an address (streamable HTTP).
 
-    timeout: [s] of a call. start_timeout: [s] until the server has told its tools. rate_limit: calls a second of one
-    worker. header_env: header -> environment variable that holds it.
+    timeout: [s] of a call.
+    start_timeout: [s] until the server has told its tools.
+    rate_limit: calls a second of one worker.
+    header_env: header -> environment variable that holds it.
     """
 
     name: str
@@ -82,7 +84,7 @@ class McpServer:
         self._num_starts = 0
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
-        """The SDK's CallToolResult. MCPError for what the server refuses, ToolUnavailable where it is lost."""
+        """The SDK's CallToolResult. Raises MCPError for what the server refuses, ToolUnavailable where it is lost."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._call(name, arguments), self._loop))
 
     # Everything below runs in the server's loop.
@@ -115,7 +117,7 @@ class McpServer:
         return result
 
     async def _answer(self, request: Any, timeout: float) -> Any:
-        """What the server answers; ToolUnavailable, and the connection is dropped, where nothing comes."""
+        """Await the server's answer. Where none comes, drop the connection and raise ToolUnavailable."""
         from mcp import MCPError
 
         holder, asked = self._holder, asyncio.ensure_future(request)
@@ -220,7 +222,7 @@ class _LastWords:
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[TextIO]:
-        """What the server is given."""
+        """Open a stream for the server to write to."""
         reading, writing = os.pipe()
         threading.Thread(target=self._read, args=(reading,), daemon=True).start()
         with os.fdopen(writing, "w") as stream:
@@ -236,7 +238,7 @@ class _LastWords:
 
 
 def _leaves(error: BaseException | None) -> list[str]:
-    """What went wrong, without the groups that the SDK's tasks wrap it in."""
+    """List the errors inside the exception groups that the SDK's tasks wrap them in."""
     if isinstance(error, BaseExceptionGroup):
         return [text for each in error.exceptions for text in _leaves(each)]
     return [] if error is None else [f"{type(error).__name__}: {error}"]

@@ -81,7 +81,7 @@ def plain_reader(content: list[Any]) -> tuple[str, Mapping[str, Any]]:
 
 
 def _reader(entry: Mapping[str, Any], settings: dict[str, Any], schema: dict[str, Any]) -> Reader:
-    """How results become text: the `_parse_tool_result` of a class of verl's form, if the entry names one."""
+    """Choose the function that turns results into text: `_parse_tool_result` of the entry's class, if it names one."""
     name = entry["class_name"]
     if name in _PLAIN:
         return plain_reader

@@ -46,7 +46,10 @@ def texts_schema(name: str, description: str, **arguments: str) -> dict[str, Any
 
 
 def settings_of(kind: type[Settings], config: Mapping[str, Any], tool: str) -> Settings:
-    """The dataclass of a tool's config, without the config's `type`. ValueError for keys that it does not have."""
+    """The dataclass of a tool's config, without the config's `type`.
+
+    Raises ValueError for keys that it does not have.
+    """
     try:
         return kind(**{key: value for key, value in config.items() if key != "type"})
     except TypeError as error:
@@ -55,7 +58,7 @@ def settings_of(kind: type[Settings], config: Mapping[str, Any], tool: str) -> S
 
 
 def schema_of(function: Callable[..., Any], name: str) -> dict[str, Any]:
-    """The schema of a function or a bound method. ValueError says what its definition lacks."""
+    """The schema of a function or a bound method. Raises ValueError, which says what its definition lacks."""
     doc = inspect.getdoc(function) or ""
     summary, described = _read_docstring(doc)
     if not summary:
@@ -88,7 +91,7 @@ def _describe(schema: dict[str, Any], text: str) -> None:
 
 
 def _read_docstring(doc: str) -> tuple[str, dict[str, str]]:
-    """What stands before the first section, and the text of each argument."""
+    """Split a docstring into the text before the first section, and the text of each argument."""
     summary: list[str] = []
     described: dict[str, str] = {}
     section, indent, current = "", 0, ""
@@ -156,7 +159,7 @@ def plain_schema(schema: Any) -> dict[str, Any]:
 
 
 def bad_arguments(schema: dict[str, Any], arguments: Any) -> str:
-    """Why a tool cannot be called like this, for the model to read; "" if it can. Types are left to the tool."""
+    """Explain to the model why a tool cannot be called with these arguments; "" if it can. Types are not checked."""
     name = schema["function"]["name"]
     if not isinstance(arguments, dict):
         return f"Invalid arguments for '{name}': they must be a JSON object"

@@ -33,10 +33,13 @@ _MOST_QUERIES = 20  # of one call
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSettings:
-    """The tool's config.
+    """Settings of the search tool: the `config` of its entry.
 
-    path: files, .parquet or .jsonl. text_column, title_column: their columns. top_k: documents of a result. max_chars:
-    characters of each. index_path: a folder that keeps the index; null: in the memory of each worker.
+    path: files, .parquet or .jsonl.
+    text_column, title_column: columns of the files.
+    top_k: documents of a result.
+    max_chars: characters of each document.
+    index_path: folder that keeps the index; null: the index is in the memory of each worker.
     """
 
     path: str | Sequence[str]
@@ -52,7 +55,7 @@ class SearchSettings:
                 raise ValueError(f"search: config.{name}={value!r}: must be a number of at least 1")
 
     def files(self) -> list[Path]:
-        """ValueError for one that is not there, or of another form."""
+        """List the files. Raises ValueError for one that is not there, or of another form."""
         paths = [self.path] if isinstance(self.path, str) else list(self.path)
         found = [Path(resolve_path(str(path), "search: config.path")) for path in paths]
         for file in found:
@@ -131,7 +134,7 @@ def _open(settings: SearchSettings) -> tuple[Any, Sequence[dict[str, str]]]:
 
 
 def _fingerprint(settings: SearchSettings, files: Sequence[Path], version: str) -> str:
-    """Another one for other files, columns or library: file names, sizes and times, not their content."""
+    """Hash what the index depends on: columns, library version, and the files' names, sizes and times (not content)."""
     stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     parts = [stats, settings.text_column, settings.title_column, version]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
@@ -165,7 +168,10 @@ def _words(texts: Sequence[str], *, as_text: bool = False) -> Any:
 
 
 def _documents(settings: SearchSettings, file: Path) -> Iterator[dict[str, str]]:
-    """{"title", "text"} of each row. ValueError, naming file and row, for a missing column or what is no text."""
+    """Yield {"title", "text"} of each row.
+
+    Raises ValueError, which names file and row, for a missing column or a cell that is no text.
+    """
     columns = [settings.text_column, *([settings.title_column] if settings.title_column else [])]
     for place, row in enumerate((_parquet_rows if file.suffix == ".parquet" else _json_rows)(file, columns)):
         for column in columns:

@@ -1,4 +1,4 @@
-"""What runs in a tool worker: the tools, and the episodes that have begun there."""
+"""Service of a tool worker: the tools, and the episodes that have begun there."""
 
 from __future__ import annotations
 
@@ -63,9 +63,12 @@ class ToolService:
             return self._failure(payload, error)
 
     def _describe(self) -> list[Any]:
-        """[schema, whether it has state, whether it is an environment's] of each tool; whether episodes have a life
-        beside calls; whether an environment scores them; the names of simulated users; whether an environment answers
-        the model's messages."""
+        """Describe the tools to the trainer.
+
+        A list of five: (schema, whether it has state, whether it is an environment's) of each tool; whether episodes
+            have a life beside calls; whether an environment scores them; the names of simulated users; whether an
+            environment answers the model's messages.
+        """
         tools = [
             (schema, source.stateful, isinstance(source, Environment))
             for source in self._sources
@@ -109,8 +112,10 @@ class ToolService:
         return [{**each, "content": self._plain(text.to_text(each.get("content", "")), None)} for each in messages]
 
     async def _end(self, request: ToolRequest) -> ToolOutcome:
-        """Every source is ended, also after one that fails; then the first failure is the outcome. reward: the
-        environment's, or where none gives one, the sum of the tools'."""
+        """End the episode at every source, also after one that fails; the first failure is the outcome.
+
+        Its reward is the environment's, or where none gives one, the sum of the tools'.
+        """
         rewards: list[float] = []
         scores: list[float] = []
         metrics: dict[str, float | str | None] = {}
@@ -191,7 +196,7 @@ class ProgramOutput:
         threading.Thread(target=self._pass_on, args=(reading,), daemon=True).start()
 
     def real(self) -> TextIO:
-        """Where the descriptor led before: for what the tools themselves print."""
+        """Open the descriptor's original target, for the tools' own output."""
         return open(self._real, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
 
     def _pass_on(self, reading: int) -> None:

@@ -1,4 +1,4 @@
-"""What becomes of a tool's value: text for the model, a reward, metrics. Pure functions, without packages of others."""
+"""Conversion of a tool's value to text for the model, a reward and metrics: pure functions, no third-party packages."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ SIDES = ("left", "middle", "right")
 
 
 def truncate(text: str, length: int, side: str) -> str:
-    """At most `length` characters of a text, and a mark where the rest was: verl's form.
+    """Cut a text to `length` characters, with a mark where the rest was: verl's form.
 
-    side: which part is cut. Of an odd length, "middle" keeps one character less, but never none.
+    side: the part that is cut. Of an odd length, "middle" keeps one character less, but never none.
     """
     if side not in SIDES:
         raise ValueError(f"tool_response_truncate_side={side!r}: must be one of {', '.join(SIDES)}")
@@ -57,7 +57,7 @@ def plain_text(text: str, length: int | None, side: str) -> str:
 
 
 def to_reward(value: Any) -> float | None:
-    """A reward as a number, None where there is none. ValueError for what is no finite number."""
+    """A reward as a number, None where there is none. Raises ValueError for what is no finite number."""
     if value is None:
         return None
     try:
@@ -86,12 +86,12 @@ def _plain(value: Any) -> float | str | None:
 
 
 def has_reward(value: Any) -> bool:
-    """Whether the value of an environment's method is (text, reward), perhaps with metrics, and not a tuple of data."""
+    """True where an environment's method returned (text, reward), perhaps with metrics, and not a tuple of data."""
     return isinstance(value, tuple) and len(value) in (2, 3) and type(value[1]) in (int, float)
 
 
 def split_value(value: Any) -> tuple[Any, Any, Any]:
-    """(response, reward, metrics) of what a tool returned, of which the last two may be left out: verl's rule."""
+    """Split a tool's value into (response, reward, metrics), of which the last two may be left out: verl's rule."""
     if not isinstance(value, tuple):
         return value, None, None
     if not 1 <= len(value) <= 3:

@@ -1,4 +1,4 @@
-"""What travels between the trainer and a tool worker. Standard library only."""
+"""Messages between the trainer and a tool worker. Standard library only."""
 
 from __future__ import annotations
 
@@ -23,20 +23,25 @@ class ToolError(ServiceError):
 
 
 class ToolUnavailable(Exception):
-    """What a tool raises where something that it needs gives no answer (a service, a database), whatever the model
-    asks: the call is lost, kind "service"; any other exception is told to the model."""
+    """Error that a tool raises when a service or a database it needs does not answer, whatever the model asks.
+
+    The call is lost, with kind "service"; any other exception of a tool is shown to the model.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolOutcome(Outcome):
-    """What became of a call. `kind` is None when it is good, and may also be "unknown_tool", "bad_arguments" or
-    "service" (ToolUnavailable).
+    """Result of a tool call.
 
-    text: what the model is to read, also where the call failed; `message` is for people, and may tell more. media:
-    images and videos of a tool's answer, as `kinds.media_of` gives them. state: `state_id` of the environment after
-    this, if it tells. done: a simulated user or an environment has ended the conversation; truncated: it was cut off by
-    a number of steps. messages: instead of text; of a beginning, the whole prompt. anew: they are the whole context of
-    the next turn.
+    kind: None for a good call; besides the kinds of `Outcome`, "unknown_tool", "bad_arguments" or "service"
+        (ToolUnavailable).
+    text: the answer that the model reads, also where the call failed; `message` is for people, and may tell more.
+    media: images and videos of the answer, as `kinds.media_of` gives them.
+    state: `state_id` of the environment after the call, if it tells one.
+    done: a simulated user or an environment has ended the conversation.
+    truncated: a limit of steps has cut it off.
+    messages: the answer as messages instead of text; when an episode begins, the whole prompt.
+    anew: `messages` are the whole context of the next turn.
     """
 
     text: str = ""
@@ -66,10 +71,10 @@ ROW_KEY = "environment"  # in extra_info: what a row plays
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolSpec(OwnSpec):
-    """Which tools a worker loads: any of the five sources, at least one.
+    """Tools that a worker loads, from any of the five sources, at least one.
 
     concurrency: calls that one worker handles at a time. More than 1 is for tools that wait for a network: a tool that
-    computes or blocks holds up the others, and one that hangs takes their episodes with it.
+        computes or blocks holds up the others, and one that hangs takes their episodes with it.
     """
 
     factory: str = "verl_like.plugins.agents.tools.service:ToolService"

@@ -31,7 +31,7 @@ _SHOWN_CHARS = 200
 
 
 class Toolbox:
-    """All tools of a run, in `num_workers` processes. ToolError if they cannot be used.
+    """All tools of a run, in `num_workers` processes. Raises ToolError if they cannot be used.
 
     A session is an episode: its calls go to one worker, one after the other, because its state is there. When that
     worker is replaced, the session is lost: its calls fail with kind "crash", until `end`. Functions have no state:
@@ -76,13 +76,15 @@ class Toolbox:
         return self._submit(ToolRequest(action="begin", session=session, names=names, row=fields_of(row)))
 
     def take_usage(self) -> dict[str, float]:
-        """tool/<name>/{calls,errors,timeouts}, /seconds/{mean,max} of the calls that ended since the last time."""
+        """Report the calls that ended since the last time: tool/<name>/{calls,errors,timeouts}, /seconds/{mean,max}."""
         return self._usage.take()
 
     def call(self, session: str, name: str, arguments: dict[str, Any] | str) -> Future[ToolOutcome]:
-        """Call a tool. arguments: as the model wrote them, a JSON object or its text.
+        """Call a tool.
 
         What the model got wrong is answered at once: kind "unknown_tool" or "bad_arguments", with a text that tells it.
+
+        arguments: as the model wrote them, a JSON object or its text.
         """
         future = self._call(session, name, arguments)
         if name in self._schemas:
@@ -114,16 +116,18 @@ class Toolbox:
         return self._submit(request, stateful=name in self._with_state)
 
     def has_user(self, row: PromptRow) -> bool:
-        """Whether a simulated user, or an environment (`acts`), answers the model in this row's episodes."""
+        """True where a simulated user, or an environment (`acts`), answers the model in this row's episodes."""
         return self.acts or bool(self.interactions and interaction_kwargs(row.extra_info))
 
     def respond(self, session: str, messages: list[dict[str, Any]]) -> Future[ToolOutcome]:
-        """What the simulated user says to a conversation that ends with the model's message."""
+        """Ask the simulated user for the answer to a conversation that ends with the model's message."""
         return self._submit(ToolRequest(action="respond", session=session, messages=messages))
 
     def end(self, session: str, label: str = "") -> Future[ToolOutcome]:
-        """End an episode: its reward, then its state is released. Also for one that failed, or was given up. label: of
-        its picture."""
+        """End an episode: return its reward, then release its state. Also for one that failed, or was given up.
+
+        label: name of its picture.
+        """
         begun = self._allowed.pop(session, None) is not None
         if not begun or not self._stateful:
             return _answered(ToolOutcome())

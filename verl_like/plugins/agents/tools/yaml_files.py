@@ -9,7 +9,7 @@ from verl_like.user_code import UserCodeError, resolve_path
 
 
 def load_yaml(path: str, key: str) -> Any:
-    """What such a file holds, as OmegaConf reads it. UserCodeError for one that is not there, or no YAML."""
+    """Read a YAML file as OmegaConf does. Raises UserCodeError where it is missing or is not YAML."""
     from omegaconf import OmegaConf  # here: a run without such a file need not wait for it
 
     file = resolve_path(path, key)

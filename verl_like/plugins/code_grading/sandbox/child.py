@@ -1,4 +1,4 @@
-"""What a child of the supervisor becomes: the program itself, the code under test, or the tests.
+"""Child of the supervisor: becomes the program itself, the code under test, or the tests.
 
 Everything here runs in the same process as untrusted code (but for `test`), so nothing of it decides anything: it
 produces output, or plain data, which is compared elsewhere.
@@ -89,7 +89,7 @@ def _exit_status(body: Callable[[], None]) -> int:
 
 
 def _finish() -> bool:
-    """What an interpreter does at its end: exit functions, files that are only forgotten. Whether all was written."""
+    """End the program as an interpreter would: run exit functions, close forgotten files. True if all was written."""
     atexit._run_exitfuncs()
     written = _flush()
     vars(_MAIN).clear()
@@ -108,7 +108,7 @@ def _flush() -> bool:
 
 
 def _order(descriptor: int) -> dict[str, Any]:
-    """What this process is to do: the one message of a pipe."""
+    """Receive the task of this process: the one message of a pipe."""
     message = framing.receive(descriptor)
     os.close(descriptor)
     return message

@@ -55,7 +55,7 @@ class Jail:
         self.layers: list[str] | None = None
 
     def wait_until_ready(self) -> list[str]:
-        """What protection was put up, by name."""
+        """Wait until the jail is up, and list its protective layers by name."""
         if self.layers is None:
             self.layers = list(self._receive(_START_S)["layers"])
         return self.layers
@@ -87,7 +87,10 @@ class Jail:
         self._delete_scratch()
 
     def _delete_scratch(self) -> None:
-        """Without namespaces it is full of files, and a dying program may be adding some more."""
+        """Delete the scratch folder.
+
+        Without namespaces it is full of files, and a dying program may be adding some more.
+        """
         for _ in range(20):
             try:
                 cleaning.empty_folder(self._scratch)

@@ -126,7 +126,7 @@ def _change_user(uid: int) -> None:
 
 
 def _readable_uid(parent: int) -> int | None:
-    """A user without any rights that can still read the Python library, or None."""
+    """Find a user without any rights that can still read the Python library; None if there is none."""
     for uid in (_FIRST_UID + parent % 100_000_000, _NOBODY):
         child = os.fork()
         if not child:

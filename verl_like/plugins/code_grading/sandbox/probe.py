@@ -1,4 +1,4 @@
-"""How well the sandbox locks programs up on this machine: found by trying to get out."""
+"""Probe of the sandbox: measures how well it locks programs up on this machine, by trying to get out."""
 
 from __future__ import annotations
 
@@ -53,7 +53,10 @@ print(json.dumps(found))
 
 @dataclass(frozen=True, slots=True)
 class Assessment:
-    """What the sandbox is worth here. `escapes`: attempt -> "possible", or the error that stopped it."""
+    """Strength of the sandbox on this machine.
+
+    escapes: for each attempt to get out, "possible" or the error that stopped it.
+    """
 
     level: str  # one of LEVELS, or "none"
     layers: tuple[str, ...]
@@ -92,7 +95,7 @@ def assess(settings: SandboxSettings) -> Assessment:
 
 
 def require(settings: SandboxSettings, key: str = "reward_model.sandbox.min_level") -> Assessment:
-    """`assess`, and SandboxError that says what is missing if that is less than settings.min_level."""
+    """Assess the sandbox. Raises SandboxError, which says what is missing, if it is weaker than settings.min_level."""
     found = assess(settings)
     if _rank(found.level) < _rank(settings.min_level):
         raise SandboxError(

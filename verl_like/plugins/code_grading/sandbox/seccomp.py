@@ -86,7 +86,7 @@ _STREAM_PAIRS = tuple(1 | cloexec | nonblock for cloexec in (0, 0x80000) for non
 
 
 def supported() -> bool:
-    """Whether there is a filter for this machine."""
+    """True where there is a filter for this machine's architecture."""
     return os.uname().machine in _MACHINES
 
 
@@ -123,7 +123,7 @@ def _op(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
 
 
 def _on(number: int, then: list[bytes]) -> list[bytes]:
-    """`then`, which must end in a return, for one system call."""
+    """Build the branch of one system call: `then`, which must end in a return."""
     return [_op(_JEQ, number, 0, len(then)), *then]
 
 

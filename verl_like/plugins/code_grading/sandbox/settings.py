@@ -1,4 +1,4 @@
-"""What a program may use, and how well it is locked up. Standard library only."""
+"""Limits of a program's resources, and how strictly it is locked up. Standard library only."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class SandboxSettings:
 
     @property
     def report_bytes(self) -> int:
-        """Most that a run may give back besides its output: the result of a function, or reports of tests."""
+        """Limit of what a run may give back besides its output: the result of a function, or reports of tests."""
         return 16 * 1024**2
 
     @property
     def reply_bytes(self) -> int:
-        """Most that the reply about a run can have: in JSON, a byte may take six."""
+        """Limit of the reply about a run: in JSON, a byte may take six."""
         return 6 * (2 * self.max_output_kb * 1024 + self.report_bytes) + 1024**2
 
     def to_json(self) -> str:

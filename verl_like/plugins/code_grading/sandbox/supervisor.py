@@ -25,7 +25,7 @@ _CLEANING_S = 2.0  # what takes longer to delete goes with the jail
 
 
 class _Output:
-    """What arrives through one pipe, up to a limit."""
+    """Bytes read from one pipe, up to a limit."""
 
     def __init__(self, descriptor: int, limit: int) -> None:
         self.descriptor, self.limit = descriptor, limit
@@ -33,7 +33,7 @@ class _Output:
         self.over = False
 
     def read(self) -> bool:
-        """Whether more may come."""
+        """Read once from the pipe. True if more may come."""
         data = os.read(self.descriptor, 65536)
         self.data += data[: max(0, self.limit - len(self.data))]
         self.over = self.over or (len(data) > 0 and len(self.data) >= self.limit)
@@ -57,7 +57,7 @@ def serve(settings: SandboxSettings, zygote: Zygote, requests: int, replies: int
 
 
 def _run_one(settings: SandboxSettings, zygote: Zygote, timeout: float, request: dict[str, Any]) -> dict[str, Any]:
-    """A whole program on its standard input, or one call of a function."""
+    """Run a whole program on its standard input, or one call of a function."""
     order_in, order_out = os.pipe()
     result_in, result_out = os.pipe()
     stdin = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -74,7 +74,7 @@ def _run_one(settings: SandboxSettings, zygote: Zygote, timeout: float, request:
 
 
 def _run_tests(settings: SandboxSettings, zygote: Zygote, timeout: float, request: dict[str, Any]) -> dict[str, Any]:
-    """Tests in one process, the code under test in another: they exchange plain data, and only the first reports."""
+    """Run tests in one process, the code under test in another: they exchange plain data; only the first reports."""
     asked_in, asked_out = os.pipe()
     answered_in, answered_out = os.pipe()
     report_in, report_out = os.pipe()
@@ -164,7 +164,7 @@ def _watch(outputs: list[_Output], deadline: float, until: _Output | None = None
 
 
 def _fill(memory_file: int, text: str) -> None:
-    """Write the text, for good: nobody can change or enlarge the file any more."""
+    """Write the text for good: no process can change or enlarge the file any more."""
     data = memoryview(text.encode("utf-8", "surrogatepass"))
     while data:
         data = data[os.write(memory_file, data) :]

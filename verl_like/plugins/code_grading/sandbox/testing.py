@@ -67,7 +67,7 @@ class Script:
 
 
 class _Rewrite(ast.NodeTransformer):
-    """assert condition -> __check_one__(lambda: condition, "condition")"""
+    """Rewriter of assert condition -> __check_one__(lambda: condition, "condition")."""
 
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:
         nothing = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])

@@ -38,7 +38,7 @@ class Handles:
 
 
 def encode(value: Any, give: Give | None = None) -> Any:
-    """A JSON value. TypeError for what is no plain data, unless `give` turns it into a handle."""
+    """A JSON value. Raises TypeError for what is no plain data, unless `give` turns it into a handle."""
     if value is None or isinstance(value, bool | str):
         return value if not isinstance(value, str) else str.__str__(value)
     if isinstance(value, int):
@@ -64,7 +64,7 @@ def encode(value: Any, give: Give | None = None) -> Any:
 
 
 def decode(value: Any, take: Give | None = None) -> Any:
-    """Inverse of `encode`; handles become Opaque, or what `take` gives for their number. ValueError for junk."""
+    """Inverse of `encode`; handles become Opaque, or what `take` gives for their number. Raises ValueError for junk."""
     if value is None or isinstance(value, bool | str | int):
         return value
     if isinstance(value, list):

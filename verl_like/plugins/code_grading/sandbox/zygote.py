@@ -36,12 +36,18 @@ class Zygote:
         return self._answer()
 
     def end(self, pid: int, *, wait: bool) -> int:
-        """How a process ended, as subprocess.returncode has it. wait: it is about to end; otherwise it is killed."""
+        """Reap a process and return its code, as subprocess.returncode has it.
+
+        wait: the process is about to end by itself; otherwise it is killed.
+        """
         self._control.send(json.dumps({"end": pid, "wait": wait}).encode())
         return self._answer()
 
     def end_all(self) -> None:
-        """No process of a run survives it, wherever it hid. Without namespaces there are only those that were ended."""
+        """Kill all processes of a run, wherever they hide.
+
+        Without namespaces there are no others than those that were ended.
+        """
         while self._alone:
             try:
                 os.kill(-1, signal.SIGKILL)  # everything in this process namespace but the zygote and ourselves

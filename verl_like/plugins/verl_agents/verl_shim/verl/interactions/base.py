@@ -20,7 +20,7 @@ class BaseInteraction:
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
-        """(whether the conversation ends, what the user says, the score of the model's turn, metrics)."""
+        """Return (whether the conversation ends, the user's answer, the score of the model's turn, metrics)."""
         return False, "Your current result seems acceptable.", 0.8, {}
 
     async def calculate_score(self, *args: Any, **kwargs: Any) -> float:

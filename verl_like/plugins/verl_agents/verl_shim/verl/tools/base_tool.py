@@ -28,7 +28,7 @@ class BaseTool:
         return instance_id or str(uuid4()), ToolResponse()
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-        """(response, reward of this step, metrics) of one call."""
+        """Carry out one call; return (response, reward of this step, metrics)."""
         return ToolResponse(text="Updated the tool state."), 0.0, {}
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> Any:

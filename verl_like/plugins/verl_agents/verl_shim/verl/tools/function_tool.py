@@ -33,10 +33,10 @@ FUNCTION_TOOL_REGISTRY: dict[str, FunctionTool] = {}
 
 
 def function_tool(name: Any = None, *, schema: OpenAIFunctionToolSchema | dict[str, Any] | None = None) -> Any:
-    """@function_tool, @function_tool("name") or @function_tool(schema=...): the function itself, registered.
+    """Register a function as a tool: @function_tool, @function_tool("name") or @function_tool(schema=...).
 
-    Without a schema, it is made from the signature and the docstring. ValueError where they do not do, and for a name
-    that another function has.
+    Without a schema, it is made from the signature and the docstring. Returns the function itself. Raises ValueError
+    where signature and docstring do not do, and for a name that another function has.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,7 +55,7 @@ def function_tool(name: Any = None, *, schema: OpenAIFunctionToolSchema | dict[s
 
 
 def get_function_tool(name: str) -> FunctionTool:
-    """A registered function; KeyError if there is none of that name."""
+    """A registered function; raises KeyError if there is none of that name."""
     return FUNCTION_TOOL_REGISTRY[name]
 
 
@@ -66,7 +66,7 @@ def load_function_tools_from_path(path: str) -> list[FunctionTool]:
 
 
 def normalize_function_tool_return(ret: Any) -> tuple[ToolResponse, float, dict[str, Any]]:
-    """(response, reward, metrics) of a function's value, of which the last two may be left out."""
+    """Split a function's value into (response, reward, metrics), of which the last two may be left out."""
     response, reward, metrics = text.split_value(ret)
     if not isinstance(response, ToolResponse):
         response = ToolResponse(text=text.to_text(response))

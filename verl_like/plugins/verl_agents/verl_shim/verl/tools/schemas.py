@@ -84,7 +84,7 @@ class OpenAIFunctionToolCall(BaseModel):
 
 
 class ToolResponse(BaseModel):
-    """What a tool answers. Images and videos come in lists."""
+    """Answer of a tool. Images and videos come in lists."""
 
     text: str | None = None
     image: list[Any] | None = None

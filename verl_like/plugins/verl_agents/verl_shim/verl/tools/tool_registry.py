@@ -40,7 +40,7 @@ def initialize_tools_from_config(tools_config_file: str) -> list[Any]:
 
 
 def load_all_tools(tool_config_path: str | None, function_tool_path: str | None) -> list[Any]:
-    """Classes and functions. ValueError for two of one name."""
+    """Classes and functions. Raises ValueError for two of one name."""
     tools = initialize_tools_from_config(tool_config_path) if tool_config_path else []
     tools += load_function_tools_from_path(function_tool_path) if function_tool_path else []
     names = [tool.name for tool in tools]

@@ -14,5 +14,5 @@ def rollout_trace_op(func: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def rollout_trace_attr(*args: Any, **kwargs: Any) -> Iterator[None]:
-    """Nothing."""
+    """Accept the tracing attributes and ignore them."""
     yield

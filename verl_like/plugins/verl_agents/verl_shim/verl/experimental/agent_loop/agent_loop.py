@@ -33,7 +33,7 @@ class AgentLoopMetrics(BaseModel):
 
 
 class AgentLoopOutput(BaseModel):
-    """What an agent loop returns: tokens, and a mask with 1 for each that the policy sampled."""
+    """Result of an agent loop: tokens, and a mask with 1 for each that the policy sampled."""
 
     prompt_ids: list[int]
     response_ids: list[int]
@@ -50,14 +50,14 @@ class AgentLoopOutput(BaseModel):
 
 
 class DictConfigWrap:
-    """Something with the configuration as `config`."""
+    """Holder of the configuration as `config`."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
 
 
 class ToolListWrap:
-    """Something with tools as `tools`."""
+    """Holder of the tools as `tools`."""
 
     def __init__(self, tools: list[Any]) -> None:
         self.tools = tools
@@ -74,7 +74,10 @@ def register(agent_name: str) -> Callable[[type], type]:
 
 
 class AgentLoopBase(ABC):
-    """`run` is an episode. config: the whole configuration, as an OmegaConf dictionary."""
+    """Base of agent loops, whose `run` is an episode.
+
+    config: the whole configuration, as an OmegaConf dictionary.
+    """
 
     _class_initialized = False
 
@@ -105,25 +108,25 @@ class AgentLoopBase(ABC):
 
     @classmethod
     def init_class(cls, config: Any, tokenizer: Any, **kwargs: Any) -> None:
-        """What all objects of the class share (verl 0.5, 0.6); called for each."""
+        """Set up the state that all objects of the class share (verl 0.5, 0.6); called for each object."""
         cls._class_initialized = True
 
     @property
     def system_prompt(self) -> list[int]:
-        """What the template puts before the first message of its own accord."""
+        """Tokens that the template puts before the first message of its own accord."""
         return initialize_system_prompt(self.tokenizer, **self.apply_chat_template_kwargs)
 
     async def process_vision_info(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
-        """Nothing: text only."""
+        """Return no media: loops are text only here."""
         return {}
 
     async def process_multi_modal_info(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
-        """Nothing: text only."""
+        """Return no media: loops are text only here."""
         return {}
 
     @staticmethod
     def build_sglang_video_payload(videos: Any, mm_inputs: Any) -> None:
-        """Nothing: text only."""
+        """Return None: loops are text only here."""
         return None
 
     def _get_mm_processor_kwargs(self, audio_data: Any = None) -> dict[str, Any]:
@@ -180,7 +183,7 @@ class AgentLoopBase(ABC):
         response_logprobs: Sequence[float] | None = None,
         tools: list[dict[str, Any]] | None = None,
     ) -> tuple[Merged, list[int], list[float] | None]:
-        """The same with the messages behind them that follow the answer: mask 0."""
+        """Append the messages behind the answer to the tokens, with mask 0 and log-prob 0."""
         given = (previous_messages, updated_messages, runtime_token_ids, response_mask, tools)
         ids = await self.loop.run_in_executor(None, self._tokens.after_answer, *given)
         log_probs = None if response_logprobs is None else [*response_logprobs, *[0.0] * len(ids)]

@@ -41,7 +41,7 @@ class ToolParser(ABC):
 
     @classmethod
     def get_tool_parser(cls, name: str, tokenizer: Any) -> ToolParser:
-        """A parser that was registered, or the package's own of this format. ValueError for an unknown name."""
+        """A parser that was registered, or the package's own of this format. Raises ValueError for an unknown name."""
         return cls._registry[name](tokenizer) if name in cls._registry else _OwnParser(tokenizer, name)
 
     @classmethod

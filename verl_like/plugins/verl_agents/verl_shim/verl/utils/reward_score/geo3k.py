@@ -12,17 +12,17 @@ _FORMAT = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
 
 
 def format_reward(predict_str: str) -> float:
-    """1 for a box after thoughts in tags."""
+    """Score 1 for a box after thoughts in tags, else 0."""
     return float(_FORMAT.fullmatch(predict_str) is not None)
 
 
 def acc_reward(predict_str: str, ground_truth: Any, use_boxed: bool = True) -> float:
-    """1 for the right answer, of the last box or, without `use_boxed`, as the whole text."""
+    """Score 1 for the right answer, of the last box or, without `use_boxed`, as the whole text."""
     answer = last_boxed(predict_str) if use_boxed else last_boxed(predict_str) or predict_str
     return float(bool(answer) and math_boxed.matches(ground_truth, answer)[0])
 
 
 def compute_score(predict_str: str, ground_truth: Any, use_boxed: bool = True, format_score: float = 0.1) -> float:
-    """(1 - format_score) x right + format_score x well-formed."""
+    """Score (1 - format_score) x right + format_score x well-formed."""
     right = acc_reward(predict_str, ground_truth, use_boxed)
     return (1.0 - format_score) * right + format_score * format_reward(predict_str)

@@ -15,7 +15,10 @@ def extract_solution(solution_str: str, method: str = "strict") -> str | None:
 def compute_score(
     solution_str: str, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
-    """`score` for the right answer; None is nobody's. ValueError for another ground truth that is no number."""
+    """Score `score` for the right answer; a ground truth of None has none.
+
+    Raises ValueError for any other ground truth that is no number.
+    """
     if ground_truth is None:
         return 0.0 if extract_solution(solution_str, method) is None else format_score
     graded = gsm8k.compute_score(

@@ -26,7 +26,7 @@ class CompletionCallback(ABC):
 
     @property
     def tool_schemas(self) -> list[dict[str, Any]]:
-        """What the chat template shows of the tools."""
+        """Schemas of the tools, as the chat template shows them."""
         return self._tool_schemas
 
     @property
@@ -36,10 +36,14 @@ class CompletionCallback(ABC):
 
     @abstractmethod
     async def __call__(self, messages: list[dict[str, Any]], completions: Any, info: dict[str, Any]) -> None:
-        """messages: so far, without the answer. completions: the answer, in the form of OpenAI's chat interface."""
+        """Handle an answer of the policy.
+
+        messages: the conversation so far, without the answer.
+        completions: the answer, in the form of OpenAI's chat interface.
+        """
 
     def postprocess(self, batch: Any, batch_conversations: list[list[dict[str, Any]]], n: int) -> Any:
-        """Never called: what is trained on are the tokens that were sampled, not the conversation's text."""
+        """Raise NotImplementedError: the tokens that were sampled are trained on, not the conversation's text."""
         raise NotImplementedError
 
 
