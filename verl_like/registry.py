@@ -26,6 +26,11 @@ PARTS: dict[str, dict[str, str]] = {
     },
     # where programs in responses run
     "execution": {"sandbox": f"{_PLUGINS}.code_grading.execution:ExecutionPlace"},
+    # a checkpoint that another trainer wrote
+    "checkpoint": {
+        "is_verls": f"{_KIT}.coming_from.verl_checkpoints:is_verl_step",
+        "from_verl": f"{_KIT}.coming_from.verl_checkpoints:converted",
+    },
     # what is told about a run before it and while it goes on
     "forecast": {"memory": f"{_KIT}.forecast.memory:of_start"},
     "report": {"html": f"{_KIT}.report.writer:ReportWriter"},

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl_like.config.reward_rollout import RewardRolloutConfig
+from verl_like.plugins.vllm import versions
 from verl_like.remote_storage import local_folder
-from verl_like.rollout import vllm_versions
 
 # Switches of vLLM that are off where they are not given, as all of SGLang's are; the others have a --no-... as well.
 _WITHOUT_OPPOSITE = frozenset(
@@ -26,7 +26,7 @@ def server_command(
     """What starts the server of `rollout.name`; it answers under the model's `path`. ValueError where it cannot run."""
     folder = local_folder(path)
     if rollout.name == "vllm":
-        vllm_versions.version()
+        versions.version()
         module, options = "vllm.entrypoints.openai.api_server", _vllm(rollout, folder, device)
         extra = rollout.engine_kwargs.vllm
     else:

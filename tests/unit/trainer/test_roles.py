@@ -17,9 +17,9 @@ from verl_like.algorithms.objectives import PolicyObjective
 from verl_like.batch import Evaluated, Experience, Metric
 from verl_like.config import ActorConfig, PolicyLossConfig, PPOConfig, SampleWeightConfig
 from verl_like.config.batch_plan import BatchPlan
+from verl_like.kit.bench.fake_time import FakeTimeEngine, FakeTimeRollout, tokens_of
 from verl_like.models.shared_prompts import shared_prefixes
 from verl_like.rollout.client import RolloutClient
-from verl_like.rollout.fake_time import FakeTimeEngine, FakeTimeRollout, tokens_of
 from verl_like.rollout.link import LinkServer
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, SamplingParams, request_seed
 from verl_like.trainer.dispatch import RowBalance

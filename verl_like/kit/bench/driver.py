@@ -40,11 +40,11 @@ from verl_like.config.roles import ACTOR
 from verl_like.episodes.episode import Episode, Turn
 from verl_like.episodes.rows import assemble_rollouts
 from verl_like.kit.bench.bars import bar
+from verl_like.kit.bench.fake_time import tokens_of
 from verl_like.kit.bench.report import Report, Row, finish
 from verl_like.observe.memory import peak_bytes, reset_peak
 from verl_like.observe.metrics import domain_metrics, rollout_metrics, sequence_balance_metrics
 from verl_like.rollout.client import Events
-from verl_like.rollout.fake_time import tokens_of
 from verl_like.rollout.rollout_engine import Completion, Sampled
 from verl_like.trainer.compose import compose
 from verl_like.trainer.dispatch import RowBalance
