@@ -67,16 +67,21 @@ ALLOWED: dict[str, set[str]] = {
     "data": ENGINE_LEVEL,
     "rewards": ENGINE_LEVEL | {"data", "registry", "services"},
     "episodes": BASE | {"algorithms", "data", "models", "rewards", "rollout", "services"},
-    "observe": ENGINE_LEVEL,
+    "observe": ENGINE_LEVEL | {"registry"},
     "cluster": BASE,
-    "workers": ROLE_LEVEL | {"cluster", "observe", "services"},
+    "workers": ROLE_LEVEL | {"cluster", "observe", "registry", "services"},
     "trainer": TRAINER_LEVEL,
     "cli": TRAINER_LEVEL | {"trainer"},
-    "plugins.games": {"plugins.math_grading", "rewards", "user_code"},
+    "plugins.games": {"batch", "config", "plugins.math_grading", "rewards", "user_code"},
+    "plugins.samplers": {"batch", "config", "data", "user_code"},
+    "plugins.trackers": {"config", "live_metrics", "observe", "small_files"},
+    "plugins.http_json": {"config", "services"},
+    "plugins.reward_models": BASE
+    | {"cluster", "data", "plugins.http_json", "plugins.vllm", "rewards", "services", "workers"},
     "plugins.math_grading": {"rewards"},
     "plugins.text_grading": {"plugins.math_grading", "rewards"},
-    "plugins.code_grading": {"config", "rewards", "services", "text"},
-    "plugins.agents": PLUGIN_LEVEL | {"plugins.code_grading", "plugins.games"},
+    "plugins.code_grading": {"config", "plugins.http_json", "rewards", "services", "text"},
+    "plugins.agents": PLUGIN_LEVEL | {"plugins.code_grading", "plugins.games", "plugins.http_json"},
     "plugins.verl_agents": PLUGIN_LEVEL | {"plugins.agents", "plugins.math_grading"},
     "plugins.sglang": {"config", "models", "remote_storage", "rollout"},
     "plugins.vllm": {"config", "models", "remote_storage", "rollout"},
@@ -85,7 +90,8 @@ ALLOWED: dict[str, set[str]] = {
     **dict.fromkeys(("kit.coming_from", "kit.data_view", "kit.datasets", "kit.docs", "kit.evaluation"), KIT_LEVEL),
     **dict.fromkeys(("kit.explaining", "kit.export", "kit.forecast", "kit.replaying", "kit.report"), KIT_LEVEL),
     **dict.fromkeys(
-        ("kit.bench", "kit.run_diff", "kit.selfcheck", "kit.serving", "kit.stored_weights", "kit.verbs"), KIT_LEVEL
+        ("kit.bench", "kit.run_diff", "kit.selfcheck", "kit.serving", "kit.speed", "kit.stored_weights", "kit.verbs"),
+        KIT_LEVEL,
     ),
 }
 KIT_MAY_USE = ("kit.", "plugins.")  # any other part of the kit, and any plugin, beside its row
@@ -109,8 +115,8 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "ray": ("verl_like/cluster/",),
     "vllm": ("verl_like/plugins/vllm/", "verl_like/kit/"),
     "sglang": ("verl_like/plugins/sglang", "verl_like/kit/"),
-    "wandb": ("verl_like/observe/",),
-    **dict.fromkeys(("tensorboard", "mlflow", "swanlab", "trackio"), ("verl_like/observe/",)),
+    "wandb": ("verl_like/plugins/trackers/",),
+    **dict.fromkeys(("tensorboard", "mlflow", "swanlab", "trackio"), ("verl_like/plugins/trackers/",)),
     "hydra": ("verl_like/trainer/", "verl_like/kit/"),
     "omegaconf": (
         "verl_like/trainer/",

@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from verl_like.batch import PromptRow, RewardFailure, Scores, unusable_extras
 from verl_like.config.errors import RunStopped
-from verl_like.rewards.model_score import Answer, ModelScore
 from verl_like.rewards.parts import Part, combine
 from verl_like.rewards.reward_call import RewardCall, RewardOutcome, is_finite_reward
 
@@ -28,6 +29,42 @@ _SLOW_S = 1.0  # a reward that takes longer is worth a line in the log
 _told: set[str] = set()  # further values that the log of this process has named
 
 Submit = Callable[[Sequence[RewardCall]], list[Future[RewardOutcome]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One response with its prompt, both as the policy's tokens."""
+
+    row: PromptRow
+    prompt_ids: Sequence[int]
+    response_ids: Sequence[int] | NDArray[np.int32]
+
+    @property
+    def response(self) -> list[int]:
+        """The response's tokens as numbers of Python, which take nine times the memory: not to be kept."""
+        return np.asarray(self.response_ids).tolist()
+
+    def text(self, tokenizer: Any) -> str:
+        """The answer: the response, behind what the row's last message has of it where the prompt ends with that."""
+        if begun := self.row.begun.strip():
+            both = ([*self.prompt_ids, *more] for more in ([], self.response))
+            prompt, whole = (tokenizer.decode(ids, skip_special_tokens=True) for ids in both)
+            if (prompt := prompt.rstrip()).endswith(begun):
+                return whole[len(prompt) - len(begun) :]
+        return tokenizer.decode(self.response, skip_special_tokens=True)
+
+
+class ModelScores(Protocol):
+    """A reward model, as whoever grades sees it (plugins/reward_models)."""
+
+    @property
+    def needs_rule(self) -> bool:
+        """Whether rules grade as well."""
+        ...
+
+    def add_to(self, scores: Scores, answers: Sequence[Answer]) -> Scores:
+        """Its scores, joined with the rules'."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +121,7 @@ class Grading:
         step: int,
         may_all_fail: bool = False,
         quiet: bool = False,
-        model: ModelScore | None = None,
+        model: ModelScores | None = None,
         failure_penalty: float | None = None,
         max_failure_fraction: float = 1.0,
         graded_by: str = "",

@@ -273,5 +273,5 @@ def _at(tree: dict[str, Any], key: str, default: Any) -> Any:
     for name in key.split("."):
         if not isinstance(value, dict) or name not in value:
             return default
-        value = value[part]
+        value = value[name]
     return value

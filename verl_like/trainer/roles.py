@@ -193,7 +193,7 @@ class RewardModelGroup(RoleGroup):
     role = REWARD
 
     def scores(self, texts: Sequence[Sequence[int]]) -> list[float]:
-        """One number for each text, given as tokens; see workers.reward for how a text becomes a row."""
+        """One number for each text, given as tokens; see workers.roles.RewardWorker for how a text becomes a row."""
         count = len(texts)
         one = torch.ones(count, dtype=torch.int64)
         rows = Sequences(

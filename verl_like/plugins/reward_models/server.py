@@ -13,7 +13,7 @@ from pathlib import Path
 from verl_like.cluster.environment import free_port
 from verl_like.cluster.worker_group import RankEnv
 from verl_like.heartbeat import span
-from verl_like.rollout.servers import server_command, server_environment
+from verl_like.plugins.reward_models.server_commands import server_command, server_environment
 from verl_like.services.server import Server
 from verl_like.workers.spec import WorkerSpec
 
