@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,11 +21,13 @@ from verl_like.batch import PromptRow, RewardFailure, Scores, unusable_extras
 from verl_like.config.errors import RunStopped
 from verl_like.rewards.parts import Part, combine
 from verl_like.rewards.reward_call import RewardCall, RewardOutcome, is_finite_reward
+from verl_like.services.server import answers
 
 logger = logging.getLogger(__name__)
 
 _LOGGED_FAILURES = 3  # rows shown in full per batch
 _HEAD_CHARS = 200
+_HEALTH_S, _TRIES = 10.0, 3  # of a server that is asked whether it lives
 _SLOW_S = 1.0  # a reward that takes longer is worth a line in the log
 _told: set[str] = set()  # further values that the log of this process has named
 
@@ -67,6 +70,33 @@ class ModelScores(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """The servers of a reward model that writes text. path: the model's, and the name under which the servers answer.
+    places: (host:port, what to call it). lost: makes the error that a run which has lost one ends with. end_ids: tokens
+    that end the model's answers."""
+
+    path: str
+    places: Sequence[tuple[str, str]]
+    lost: Callable[[str], Exception]
+    end_ids: Sequence[int] = ()
+    _turns: itertools.count[int] = field(default_factory=itertools.count)
+
+    @property
+    def addresses(self) -> list[str]:
+        return [address for address, _ in self.places]
+
+    def next_address(self) -> str:
+        """Of the server whose turn it is."""
+        return self.places[next(self._turns) % len(self.places)][0]
+
+    def require_alive(self) -> None:
+        """Raise `lost` where a server does not answer: a function of the user's may have taken that for a 0."""
+        for address, name in self.places:
+            if not any(answers(f"http://{address}/health", _HEALTH_S) for _ in range(_TRIES)):
+                raise self.lost(f"{name} does not answer; what was graded since may be wrong, and is not used")
+
+
 @dataclass(frozen=True, slots=True)
 class Scorer:
     """One way to grade a row: where the call goes, and the built-in grader it names (None: the user's function)."""
@@ -92,16 +122,12 @@ class Graded:
             data_source=row.data_source,
             solution_str=self.text,
             ground_truth=row.ground_truth,
-            extra_info=extra_info_of(row),
+            # as verl adds: number of turns (a prompt and its answer are two) and rewards of tools
+            extra_info={"num_turns": 2, "rollout_reward_scores": {}, **row.extra_info},
             question=question_of(row),
             grader=scorer.grader,
             server=server,
         )
-
-
-def extra_info_of(row: PromptRow) -> dict[str, Any]:
-    """The row's, with what verl adds: number of turns (a prompt and its answer are two) and rewards of tools."""
-    return {"num_turns": 2, "rollout_reward_scores": {}, **row.extra_info}
 
 
 class RewardError(RunStopped):

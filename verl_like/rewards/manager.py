@@ -28,6 +28,7 @@ from verl_like.rewards.grading import (
     Grading,
     ModelScores,
     Scorer,
+    ServedModel,
     Submit,
     report,
     require_enough,
@@ -35,7 +36,6 @@ from verl_like.rewards.grading import (
 )
 from verl_like.rewards.parts import CUSTOM, JUDGE, Part, Weights
 from verl_like.rewards.reward_call import RewardCall, RewardFunctionError, RewardOutcome, ScorerSpec
-from verl_like.rewards.served import ServedModel
 from verl_like.services.pool import WorkerPool
 from verl_like.user_code import is_reference, resolve_path
 

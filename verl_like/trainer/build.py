@@ -65,7 +65,6 @@ from verl_like.trainer.inputs import (
     refuse_missing_answers,
 )
 from verl_like.trainer.own_code import check_own_code, trainer_class
-from verl_like.trainer.pools import Pools
 from verl_like.trainer.ppo import PPOTrainer
 from verl_like.trainer.recording import RecordedSource, Recorder
 from verl_like.trainer.replica_group import Fleet
@@ -80,7 +79,7 @@ from verl_like.trainer.start_messages import start_phase, worker_start_text
 from verl_like.trainer.state import TrainState
 from verl_like.trainer.validation import Validator
 from verl_like.trainer.weights import Weights
-from verl_like.trainer.workers import Workers
+from verl_like.trainer.workers import Pools, Workers
 from verl_like.user_code import external_modules
 from verl_like.workers.spec import WorkerSpec
 

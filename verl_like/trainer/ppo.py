@@ -24,7 +24,6 @@ from verl_like.episodes.collector import Collector
 from verl_like.observe.timing import StepClock
 from verl_like.rewards.manager import RewardManager
 from verl_like.trainer.checkpoints import Checkpoints, Unhealthy
-from verl_like.trainer.pools import Pools
 from verl_like.trainer.recording import Recorder
 from verl_like.trainer.reporting import Reporter
 from verl_like.trainer.roles import ActorGroup, CriticGroup, ReferenceGroup, UpdateRules
@@ -32,6 +31,7 @@ from verl_like.trainer.start_messages import start_phase
 from verl_like.trainer.state import TrainState
 from verl_like.trainer.validation import Validator
 from verl_like.trainer.weights import Weights
+from verl_like.trainer.workers import Pools
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from verl_like.config.roles import REWARD, classifies, generates, reward_network
 from verl_like.models.families import refuse_vision
 from verl_like.models.loading import check_score_head, check_ulysses, end_token_ids, load_hf_config, load_tokenizer
 from verl_like.registry import part
+from verl_like.rewards.grading import ServedModel
 from verl_like.rewards.manager import RewardManager
-from verl_like.rewards.served import ServedModel
-from verl_like.trainer.pools import Pools
 from verl_like.trainer.roles import RewardModelGroup
+from verl_like.trainer.workers import Pools
 
 _PATH = "reward_model.model.path"
 

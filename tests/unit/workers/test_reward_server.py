@@ -12,11 +12,11 @@ from tests.unit.services.test_server import SERVER, gone, helper_of
 from verl_like.cluster.local import LocalWorkerGroup
 from verl_like.cluster.worker_group import WorkerDied
 from verl_like.config.batch_plan import BatchPlan
-from verl_like.rewards.served import ServedModel
+from verl_like.rewards.grading import ServedModel
 from verl_like.services.server import answers
 from verl_like.trainer.compose import compose
-from verl_like.trainer.pools import Pools
 from verl_like.trainer.reward_models import use_reward_model
+from verl_like.trainer.workers import Pools
 from verl_like.workers.spec import WorkerSpec
 
 

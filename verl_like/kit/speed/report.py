@@ -6,8 +6,6 @@ import logging
 import re
 from collections.abc import Mapping
 
-import torch
-
 from verl_like.batch import Rollouts
 from verl_like.config import PPOConfig, resolve_dtype
 from verl_like.config.batch_plan import BatchPlan
@@ -63,7 +61,7 @@ class SpeedReport:
             critic=costs.critic,
             peak=totals[MAIN_POOL],
             elsewhere={role: totals[pool.name] for pool in plan.pools[1:] for role in pool.roles},
-            weight_bytes=_element_size(resolve_dtype(policy.rollout.dtype, device)),
+            weight_bytes=dtype_of(resolve_dtype(policy.rollout.dtype, device)).itemsize,
             responses_per_prompt=policy.rollout.n,
             rollout_replicas=plan.rollout_replicas,
             actor_epochs=policy.actor.ppo_epochs,
@@ -115,7 +113,3 @@ def settings_of(config: PPOConfig, plan: BatchPlan) -> Settings:
         save_freq=config.trainer.save_freq,
         test_freq=config.trainer.test_freq,
     )
-
-
-def _element_size(dtype_name: str) -> int:
-    return torch.empty(0, dtype=dtype_of(dtype_name)).element_size()

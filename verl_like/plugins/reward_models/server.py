@@ -6,18 +6,31 @@ grades asks it over HTTP, also while this process samples or trains.
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from verl_like.cluster.environment import free_port
 from verl_like.cluster.worker_group import RankEnv
+from verl_like.config.reward_rollout import RewardRolloutConfig
 from verl_like.heartbeat import span
-from verl_like.plugins.reward_models.server_commands import server_command, server_environment
+from verl_like.plugins.vllm import versions
+from verl_like.remote_storage import local_folder
 from verl_like.services.server import Server
 from verl_like.workers.spec import WorkerSpec
 
 _IMPORTED = time.monotonic()  # the group counts since about then, and is not to give up first: it knows no log
+# Switches of vLLM that are off where they are not given, as all of SGLang's are; the others have a --no-... as well.
+_WITHOUT_OPPOSITE = frozenset(
+    {
+        *("aggregate-engine-logging", "data-parallel-external-lb", "data-parallel-hybrid-lb", "disable-log-stats"),
+        *("data-parallel-multi-port-external-lb", "grpc", "headless"),
+    }
+)
 ServerPlace = tuple[str, str]  # host:port, and what to call it in messages
 
 
@@ -74,3 +87,92 @@ class RewardServer:
     def shutdown(self) -> None:
         if self._server is not None:
             self._server.end()
+
+
+def server_command(
+    rollout: RewardRolloutConfig, path: str, *, host: str, port: int, device: str, trust_remote_code: bool
+) -> list[str]:
+    """What starts the server of `rollout.name`; it answers under the model's `path`. ValueError where it cannot run."""
+    folder = local_folder(path)
+    if rollout.name == "vllm":
+        versions.version()
+        module, options = "vllm.entrypoints.openai.api_server", _vllm(rollout, folder, device)
+        extra = rollout.engine_kwargs.vllm
+    else:
+        if device != "cuda":
+            raise ValueError(
+                f"reward_model.rollout.name=sglang on device {device}: SGLang's own server is started on CUDA alone; "
+                "set reward_model.rollout.name=vllm"
+            )
+        module, options = "sglang.launch_server", _sglang(rollout, folder)
+        extra = rollout.engine_kwargs.sglang
+    options |= {"host": host, "port": port, "served-model-name": path, "trust-remote-code": trust_remote_code}
+    for key, value in extra.items():
+        name = key.replace("_", "-")
+        if value is False and rollout.name == "vllm" and name not in _WITHOUT_OPPOSITE:
+            options |= {name: None, f"no-{name}": True}
+        else:
+            options |= {name: value, f"no-{name}": None}
+    return [sys.executable, "-m", module, *_arguments(options)]
+
+
+def server_environment(device: str, cuda_devices: str | None) -> dict[str, str]:
+    """Variables of the server's process. cuda_devices: that it may see; None: as this process does."""
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if device == "cpu":
+        return variables | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    return variables if cuda_devices is None else variables | {"CUDA_VISIBLE_DEVICES": cuda_devices}
+
+
+def _vllm(rollout: RewardRolloutConfig, folder: str, device: str) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "model": folder,
+        "dtype": rollout.dtype if device == "cuda" or rollout.dtype != "auto" else "float32",
+        "tensor-parallel-size": rollout.tensor_model_parallel_size,
+        "gpu-memory-utilization": rollout.gpu_memory_utilization if device == "cuda" else None,
+        "max-model-len": _longest(rollout),
+        "max-num-batched-tokens": max(rollout.max_num_batched_tokens, rollout.max_num_seqs),
+        "max-num-seqs": rollout.max_num_seqs,
+        "enforce-eager": rollout.enforce_eager,
+        "enable-chunked-prefill": rollout.enable_chunked_prefill,
+        "enable-prefix-caching": rollout.enable_prefix_caching,
+        "no-enable-chunked-prefill": not rollout.enable_chunked_prefill,
+        "no-enable-prefix-caching": not rollout.enable_prefix_caching,
+        "disable-log-stats": rollout.disable_log_stats,
+        "generation-config": "vllm",  # who asks says how it samples
+    }
+    if rollout.cudagraph_capture_sizes is not None and not rollout.enforce_eager:
+        options["cudagraph-capture-sizes"] = rollout.cudagraph_capture_sizes
+    return options
+
+
+def _sglang(rollout: RewardRolloutConfig, folder: str) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "model-path": folder,
+        "dtype": rollout.dtype,
+        "tp-size": rollout.tensor_model_parallel_size,
+        "mem-fraction-static": rollout.gpu_memory_utilization,
+        "context-length": _longest(rollout),
+        "chunked-prefill-size": rollout.max_num_batched_tokens if rollout.enable_chunked_prefill else -1,
+        "max-running-requests": rollout.max_num_seqs,
+        "disable-cuda-graph": rollout.enforce_eager,
+        "disable-radix-cache": not rollout.enable_prefix_caching,
+        "enable-metrics": not rollout.disable_log_stats,
+    }
+    if rollout.cudagraph_capture_sizes is not None and not rollout.enforce_eager:
+        options["cuda-graph-bs"] = rollout.cudagraph_capture_sizes
+    return options
+
+
+def _longest(rollout: RewardRolloutConfig) -> int:
+    return rollout.max_model_len or rollout.prompt_length + rollout.response_length
+
+
+def _arguments(options: Mapping[str, Any]) -> list[str]:
+    """--name value; true is a flag alone, false and null are left out, dictionaries are JSON."""
+    words: list[str] = []
+    for name, value in options.items():
+        if value is not None and value is not False:
+            values = [] if value is True else value if isinstance(value, list) else [value]
+            words += [f"--{name}", *(json.dumps(each) if isinstance(each, dict) else str(each) for each in values)]
+    return words
