@@ -275,6 +275,8 @@ def build_reporter(ready: Prepared, speed: SpeedReport, resumed_at: int | None) 
     """Trackers, live display and sample files of the run. resumed_at: the step of the checkpoint it starts from."""
     config, plan, inputs = ready.config, ready.plan, ready.inputs
     settings, run_id = config.trainer, os.environ.get(RUN_ID_VARIABLE, "")
+    shared = shares_prompts(config.actor_rollout_ref.model)
+    spread = RowBalance(even=settings.balance_batch, cost=ready.costs.actor, share_prompts=shared)
     progress = build_progress(
         enabled="console" in settings.logger, total_steps=plan.total_training_steps, first_step=resumed_at or 0
     )
@@ -286,11 +288,7 @@ def build_reporter(ready: Prepared, speed: SpeedReport, resumed_at: int | None) 
         max_prompt_length=config.data.max_prompt_length,
         steps_per_epoch=required(plan.steps_per_epoch),
         plan=plan,
-        spread=RowBalance(
-            even=settings.balance_batch,
-            cost=ready.costs.actor,
-            share_prompts=shares_prompts(config.actor_rollout_ref.model),
-        ),
+        spread=spread,
         speed=speed,
         store=SampleStore(log_dir(config) / SAMPLES, settings.sample_max_mb, resumed_at),
         report=part("report", "html")(log_dir(config), settings.report_freq),

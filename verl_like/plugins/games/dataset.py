@@ -124,8 +124,6 @@ def kinds_of(env: EnvConfig) -> Sequence[tuple[str, str]]:
 
 def datasets(config: PPOConfig, encoder: Any) -> tuple[EnvironmentDataset, EnvironmentDataset | None]:
     """The starts of env.train and env.val; None for a run that validates on none."""
-    env, seed, batch_size = config.env, config.trainer.seed, config.data.train_batch_size
-    train = EnvironmentDataset.train(
-        env, encoder, seed=seed, batch_size=batch_size, steps=config.trainer.total_training_steps
-    )
+    env, seed, steps = config.env, config.trainer.seed, config.trainer.total_training_steps
+    train = EnvironmentDataset.train(env, encoder, seed=seed, batch_size=config.data.train_batch_size, steps=steps)
     return train, EnvironmentDataset.val(env, encoder, seed=seed) if env.val.tags else None
