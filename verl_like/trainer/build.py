@@ -73,7 +73,7 @@ from verl_like.trainer.reporting import Reporter
 from verl_like.trainer.resume import fetch_resume, find_resume, processes_text
 from verl_like.trainer.reward_check import grade_sample, self_check, try_out
 from verl_like.trainer.reward_models import load_reward_model, use_reward_model
-from verl_like.trainer.roles import ActorGroup, CriticGroup, ReferenceGroup, RoleGroup
+from verl_like.trainer.roles import ActorHandle, CriticHandle, ReferenceHandle, RoleHandle
 from verl_like.trainer.start_checks import check_machine, check_models, check_sampling
 from verl_like.trainer.start_messages import start_phase, worker_start_text
 from verl_like.trainer.state import TrainState
@@ -84,7 +84,7 @@ from verl_like.user_code import external_modules
 from verl_like.workers.spec import WorkerSpec
 
 logger = logging.getLogger(__name__)
-Group = TypeVar("Group", bound=RoleGroup)
+Handle = TypeVar("Handle", bound=RoleHandle)
 T = TypeVar("T")
 
 
@@ -326,15 +326,15 @@ def assemble(
     replicas = StandingRolloutGroup(pool, **sampling) if standing else RolloutGroup(pool, plan, **sampling)
     pools.reachable, weights.reachable = replicas.paused, replicas.renewed
 
-    def models(role: type[Group], cost: ModelCost | None, **options: Any) -> Group | None:
+    def models(role: type[Handle], cost: ModelCost | None, **options: Any) -> Handle | None:
         if role.role not in plan.roles:
             return None
         sharing = {"cost": cost, "share_prompts": shares_prompts(plan.roles[role.role].config.model)}
         shared = {"balance": settings.balance_batch, "timeout_s": settings.rpc_timeout}
         return role(pools.of(role.role), plan, **sharing, **shared, **options)
 
-    actor = models(ActorGroup, costs.actor, on_change=weights.changed)
-    critic = models(CriticGroup, costs.critic)
+    actor = models(ActorHandle, costs.actor, on_change=weights.changed)
+    critic = models(CriticHandle, costs.critic)
     assert actor is not None
     how = answering(config, inputs, validation=False)
     source = RecordedSource if skips or recorded else Collector
@@ -349,7 +349,7 @@ def assemble(
         source=collector,
         pools=pools,
         actor=actor,
-        reference=models(ReferenceGroup, costs.actor),
+        reference=models(ReferenceHandle, costs.actor),
         critic=critic,
         recorder=Recorder(config, [role for role in (actor, critic) if role is not None]),
         weights=weights,
