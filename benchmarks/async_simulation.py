@@ -2,7 +2,7 @@
 
     python benchmarks/async_simulation.py --replicas 256 --prompts 1024 --steps 6
 
-The replicas have fake time (verl_like/rollout/fake_time.py); the groups, their bookkeeping, the router and the ledger
+The replicas have fake time (verl_like/kit/bench/fake_time.py); the groups, their bookkeeping, the router and the ledger
 are the real ones. Responses are log-normal, the longest 8 times the mean. Printed are, per step: simulated seconds; the
 CPU seconds that everything but the fake engines took; the share of the replicas' time in which nothing ran; and the
 ideal: the sampled tokens at the rate of full replicas, which is what known lengths could be packed to at best.
@@ -28,8 +28,8 @@ from verl_like.episodes.answering import Answering
 from verl_like.episodes.async_source import Flow
 from verl_like.episodes.episode import SingleTurn
 from verl_like.episodes.loop import Arrivals
+from verl_like.kit.bench.fake_time import DECODE_S, FakeTimeEngine, SimulatedLink, VirtualClock, seed_of
 from verl_like.rewards.grading import Graded
-from verl_like.rollout.fake_time import DECODE_S, FakeTimeEngine, SimulatedLink, VirtualClock, seed_of
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, SamplingParams
 from verl_like.rollout.router import Router
 from verl_like.trainer.garbage import settle

@@ -3,7 +3,7 @@
     python -m benchmarks.growth --gpu H200 --gpus 1      # computed: floors and memory, models x workloads
     python -m benchmarks.growth --measure --threads 1    # measured here: one optimizer step, each size doubled twice
 
-Formulas: models/cost.py (operations, cache), observe/roofline.py (floors), models/memory.py (bytes).
+Formulas: models/cost.py (operations, cache), kit/speed/roofline.py (floors), models/memory.py (bytes).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from verl_like.kit.bench.report import Report, Row, finish
 from verl_like.kit.bench.shapes import MODELS, WORKLOADS, ModelShape, Workload
 from verl_like.kit.bench.sync import link_floor
 from verl_like.kit.forecast.memory import Model
+from verl_like.kit.speed.roofline import RunShape, generation_floor, phase_flops, sync_floor
 from verl_like.kit.verbs.bench import files, positive
 from verl_like.models.cost import ModelCost
 from verl_like.models.memory import Path, Shape
-from verl_like.observe.roofline import RunShape, generation_floor, phase_flops, sync_floor
 from verl_like.parallel.device_peak import DevicePeak, data_sheet, known_devices, link_bandwidth
 
 _REACHABLE = 0.4  # share of the peak that a good update reaches

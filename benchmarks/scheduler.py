@@ -3,7 +3,7 @@
     python -m benchmarks.scheduler --extra 0 8 16 32
 
 Responses have lengths as of long reasoning (log-normal, median 200 tokens, one in a hundred above 2,000); decoding
-takes what it takes a model of 1.5B parameters on a large GPU (rollout/fake_time.py). Rows: plain steps; additional
+takes what it takes a model of 1.5B parameters on a large GPU (kit/bench/fake_time.py). Rows: plain steps; additional
 prompts (rollout.scheduler.additional_prompts); more responses than are kept (rollout.n_redundant); dynamic sampling
 where half of the groups have a signal, in whole draws and in flight.
 """
@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from verl_like.episodes.selection import CompletionOrder, DrawOrder, Limits, Selection
+from verl_like.kit.bench.fake_time import FakeTimeEngine, SimulatedLink, VirtualClock, long_tailed
 from verl_like.kit.bench.report import Report, Row, finish
 from verl_like.kit.verbs.bench import files, positive
-from verl_like.rollout.fake_time import FakeTimeEngine, SimulatedLink, VirtualClock, long_tailed
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, SamplingParams, request_seed
 from verl_like.rollout.router import Router
 

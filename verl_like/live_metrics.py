@@ -1,5 +1,5 @@
 """Numbers of this process that can be read at any moment, not once a step: what a router or a pool of workers has in
-hand. Who has some shows itself; observe/prometheus.py reads them all."""
+hand. Who has some shows itself; plugins/trackers/prometheus.py reads them all."""
 
 from __future__ import annotations
 

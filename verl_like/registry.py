@@ -26,8 +26,32 @@ PARTS: dict[str, dict[str, str]] = {
     },
     # where programs in responses run
     "execution": {"sandbox": f"{_PLUGINS}.code_grading.execution:ExecutionPlace"},
+    # a checkpoint that another trainer wrote
+    "checkpoint": {
+        "is_verls": f"{_KIT}.coming_from.verl_checkpoints:is_verl_step",
+        "from_verl": f"{_KIT}.coming_from.verl_checkpoints:converted",
+    },
+    # where training prompts come from, beside files in their order
+    "sampler": {
+        "own": f"{_PLUGINS}.samplers.curriculum:CustomSampler",
+        "weighted": f"{_PLUGINS}.samplers.mixing:WeightedSampler",
+    },
+    "environments": {"datasets": f"{_PLUGINS}.games.dataset:datasets"},
+    # models that grade: the judge behind an endpoint, and those of the run's own workers
+    "reward_model": {
+        "judge": f"{_PLUGINS}.reward_models.judge:Judge",
+        "score": f"{_PLUGINS}.reward_models.model_score:ModelScore",
+        "server": f"{_PLUGINS}.reward_models.server:RewardServer",
+    },
+    # where metrics go, by trainer.logger; and for whoever asks
+    "tracker": {
+        name: f"{_PLUGINS}.trackers.services:{name.capitalize()}Tracker"
+        for name in ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")
+    },
+    "metrics": {"prometheus": f"{_PLUGINS}.trackers.prometheus:PrometheusTracker"},
     # what is told about a run before it and while it goes on
     "forecast": {"memory": f"{_KIT}.forecast.memory:of_start"},
+    "speed": {"report": f"{_KIT}.speed.report:SpeedReport"},
     "report": {"html": f"{_KIT}.report.writer:ReportWriter"},
 }
 

@@ -14,10 +14,10 @@ import pytest
 
 from tests.architecture.source import Source, package_sources, parse
 
-MOST_LINES = {"core": 35_671, "plugins": 10_119, "kit": 8_477}  # of code, by ring
+MOST_LINES = {"core": 32_837, "plugins": 12_094, "kit": 9_335}  # of code, by ring
 MOST_SMALL_FILES = {
-    "core": 48,
-    "plugins": 35,
+    "core": 39,
+    "plugins": 37,
     "kit": 17,
 }  # with fewer than SMALL lines of any kind, __init__.py left out
 SMALL = 60

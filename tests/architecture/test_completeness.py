@@ -16,7 +16,7 @@ import pytest
 from tests.architecture.source import PACKAGE, ROOT, Source, package_sources, parse
 from verl_like.algorithms.advantages import ADVANTAGES
 from verl_like.algorithms.policy_losses import POLICY_LOSSES
-from verl_like.observe.services import SERVICES
+from verl_like.registry import PARTS
 from verl_like.trainer.compose import compose
 
 YAML_ROOT = PACKAGE / "trainer" / "config"
@@ -128,7 +128,7 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None
     imported = {name for module in modules for name in distributions_of(module)}
     needed = {requirement_name(requirement) for requirement in project["dependencies"]}
     assert needed - imported <= {"jinja2"}, "declared and never imported"  # transformers' chat templates want jinja2
-    assert {*SERVICES, "tensorboard"} <= set(project["optional-dependencies"])  # named in messages of trackers
+    assert set(PARTS["tracker"]) <= set(project["optional-dependencies"])  # named in messages of trackers
 
 
 @pytest.mark.parametrize(

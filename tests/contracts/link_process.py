@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
-from verl_like.rollout.fake_time import FakeTimeEngine, FakeTimeRollout
+from verl_like.kit.bench.fake_time import FakeTimeEngine, FakeTimeRollout
 from verl_like.rollout.link import LinkServer
 from verl_like.rollout.rollout_engine import GenerationRequest
 

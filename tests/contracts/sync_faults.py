@@ -21,7 +21,7 @@ from verl_like.engine.fsdp import FSDPEngine
 from verl_like.kit.bench.engine_process import Hosted, wanted
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.parallel.sharding import local_tensor
-from verl_like.rollout import vllm_compat
+from verl_like.plugins.vllm import compat
 from verl_like.rollout.rollout_engine import HeldWeights
 from verl_like.weight_sync.source import WeightSource
 from verl_like.weight_sync.verdict import SyncReport, WeightSyncError
@@ -207,13 +207,13 @@ def cached_tokens(engine: Hosted) -> int:
 
 def keep_cache(engine: Hosted) -> None:
     """From now on vLLM's prefix cache is not emptied."""
-    KEPT.append(vllm_compat.drop_caches)
-    vllm_compat.drop_caches = lambda llm: None
+    KEPT.append(compat.drop_caches)
+    compat.drop_caches = lambda llm: None
 
 
 def empty_cache(engine: Hosted) -> None:
     """Take `keep_cache` back."""
-    vllm_compat.drop_caches = KEPT.pop()
+    compat.drop_caches = KEPT.pop()
 
 
 KEPT: list[Any] = []

@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 import pytest
 
 from tests.contracts.link_process import MAX_MODEL_LEN, Elsewhere, Here
+from verl_like.kit.bench.fake_time import tokens_of
 from verl_like.rollout import wire
 from verl_like.rollout.client import Events, LocalLink
-from verl_like.rollout.fake_time import tokens_of
 from verl_like.rollout.link import SocketLink
 from verl_like.rollout.rollout_engine import (
     Completion,

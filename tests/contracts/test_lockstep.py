@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.contracts.two_ranks import run_on_two_ranks
+from verl_like.kit.bench.fake_time import FakeTimeEngine, FakeTimeRollout
 from verl_like.parallel.dist import init_distributed
 from verl_like.rollout import step_loop
-from verl_like.rollout.fake_time import FakeTimeEngine, FakeTimeRollout
 from verl_like.rollout.orders import lockstep_of
 from verl_like.rollout.rollout_engine import GenerationRequest, RolloutError, SamplingParams
 

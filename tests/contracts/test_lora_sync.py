@@ -29,10 +29,10 @@ from verl_like.kit.bench.engine_process import (
     wanted,
 )
 from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
-from verl_like.rollout import vllm_lora
+from verl_like.plugins.vllm import lora
+from verl_like.plugins.vllm.engine import VLLMRolloutEngine
 from verl_like.rollout.base import RolloutEngine
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutError, SamplingParams
-from verl_like.rollout.vllm import VLLMRolloutEngine
 from verl_like.weight_sync.source import WeightSource
 from verl_like.weight_sync.sync import WeightSync, WeightSyncError
 
@@ -344,10 +344,10 @@ def test_a_resumed_trainer_gives_the_same_responses(
 
 def test_ranks_of_vllm() -> None:
     pytest.importorskip("vllm")
-    held = {rank: vllm_lora.engine_options(rank)["max_lora_rank"] for rank in (1, 2, 8, 9, 300, 512)}
+    held = {rank: lora.engine_options(rank)["max_lora_rank"] for rank in (1, 2, 8, 9, 300, 512)}
     assert held == {1: 1, 2: 8, 8: 8, 9: 16, 300: 320, 512: 512}
     with pytest.raises(ValueError, match=r"lora_rank=513 .*up to rank 512; set model\.lora\.merge=True"):
-        vllm_lora.engine_options(513)
+        lora.engine_options(513)
 
 
 @pytest.mark.engines

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from verl_like.rollout.fake_time import FakeTimeEngine, FakeTimeRollout
+from verl_like.kit.bench.fake_time import FakeTimeEngine, FakeTimeRollout
 from verl_like.rollout.rollout_engine import (
     Completion,
     EngineLostError,

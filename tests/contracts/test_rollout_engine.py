@@ -156,7 +156,7 @@ def test_another_version_of_vllm_is_refused_by_what_it_lacks(
     import vllm.v1.core.sched.request_queue as queue
     import vllm.v1.sample.sampler as sampler
 
-    from verl_like.rollout import vllm_versions as versions
+    from verl_like.plugins.vllm import versions
 
     cpu, llm = torch.device("cpu"), unloaded._llm  # type: ignore[attr-defined]
     runner = llm.collective_rpc(lambda worker: worker.model_runner)[0]

@@ -18,8 +18,8 @@ from verl_like.cluster.ray_group import RayWorkerGroup
 from verl_like.cluster.worker_group import GroupStopped, WorkerDied, WorkerError, WorkerTimeout
 from verl_like.config import PPOConfig
 from verl_like.config.batch_plan import BatchPlan
+from verl_like.kit.bench.fake_time import tokens_of
 from verl_like.rollout.client import RolloutClient
-from verl_like.rollout.fake_time import tokens_of
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutError, SamplingParams
 from verl_like.trainer.replicas import RolloutGroup
 

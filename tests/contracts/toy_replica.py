@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from verl_like.cluster.worker_group import RankEnv
-from verl_like.rollout.fake_time import FakeTimeEngine, FakeTimeRollout
+from verl_like.kit.bench.fake_time import FakeTimeEngine, FakeTimeRollout
 from verl_like.rollout.link import LinkServer
 from verl_like.rollout.orders import lockstep_of
 

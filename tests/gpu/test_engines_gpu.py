@@ -17,9 +17,9 @@ from verl_like.config import EngineKwargsConfig, ModelConfig, RolloutConfig
 from verl_like.config.reward_rollout import RewardRolloutConfig
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
+from verl_like.plugins.reward_models.server import server_command, server_environment
 from verl_like.rollout.base import RolloutEngine
 from verl_like.rollout.build import build_rollout_engine
-from verl_like.rollout.servers import server_command, server_environment
 from verl_like.services.server import Server
 from verl_like.weight_sync.ledger import QuantisedLedger
 from verl_like.weight_sync.sync import WeightSync

@@ -126,12 +126,12 @@ def test_all_names_of_vllm_are_there(rollout: RolloutEngine) -> None:
     """Also those of adapters and images, and of a started engine: which of them does this build lack?"""
     if type(rollout).__name__ != "VLLMRolloutEngine":
         pytest.skip("of vLLM alone")
-    from verl_like.rollout import vllm_versions
+    from verl_like.plugins.vllm import versions
 
     cuda, llm = torch.device("cuda"), rollout._llm  # type: ignore[attr-defined]
-    vllm_versions.require_names(cuda, adapters=True, images=True)
+    versions.require_names(cuda, adapters=True, images=True)
     runner = llm.collective_rpc(lambda worker: worker.model_runner)[0]
-    vllm_versions.require_engine(llm.llm_engine, runner, cuda)
+    versions.require_engine(llm.llm_engine, runner, cuda)
 
 
 def test_requests_go_on_after_sleep_and_a_load(rollout: RolloutEngine) -> None:

@@ -21,6 +21,7 @@ from verl_like.algorithms.corrections import DriverCorrection, correct_on_driver
 from verl_like.algorithms.groups import signal_metrics
 from verl_like.algorithms.kl import FULL_KL_KIND, kl_penalty, mean_sequence_kl
 from verl_like.algorithms.masked import masked_fill_zero, masked_var, token_spread
+from verl_like.algorithms.preparation import difficulties
 from verl_like.algorithms.reward_shaping import (
     pf_ppo_rows,
     reward_components,
@@ -28,7 +29,6 @@ from verl_like.algorithms.reward_shaping import (
     shape_token_rewards,
     trainable_B,
 )
-from verl_like.algorithms.sample_weights import difficulties
 from verl_like.algorithms.stepwise import check_numbering
 from verl_like.batch import Episodes, Evaluated, Experience, Rollouts, Scores
 from verl_like.config import ActorConfig, AlgorithmConfig

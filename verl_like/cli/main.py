@@ -191,7 +191,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         if verb is None:
             top.error(f"there is no command {name!r}{meant(name, [verb.name for verb in VERBS])}")
         parser = Parser(
-            prog=f"verl-like {name}", description=_sentence(verb.help), examples=verb.examples, mixed=verb.mixed
+            prog=f"verl-like {name}",
+            description=f"{verb.help[0].upper()}{verb.help[1:]}.",
+            examples=verb.examples,
+            mixed=verb.mixed,
         )
         module = importlib.import_module(f"{verb.folder}.{verb.module or name.replace('-', '_')}")
         parser.set_defaults(run=getattr(module, "run", None))
@@ -228,7 +231,3 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"verl_like {__version__}")
     return parser
-
-
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."

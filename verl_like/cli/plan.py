@@ -25,8 +25,8 @@ def run(arguments: argparse.Namespace) -> None:
     with told_in_a_line("the plan"):
         config = compose(arguments.overrides, user_files(arguments))
         check_locations(config, *DATA_FILES)
+    from verl_like.trainer.costs import NO_ROOM
     from verl_like.trainer.dry_run import dry_run  # after the cheap checks: it brings torch
-    from verl_like.trainer.speed import NO_ROOM
 
     with told_in_a_line("the plan"):
         rows = dry_run(config)

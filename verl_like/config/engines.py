@@ -20,12 +20,10 @@ class EngineKind:
     own_process: bool = False
 
 
-_SGLANG = "verl_like.plugins.sglang"
+_SGLANG, _VLLM = "verl_like.plugins.sglang", "verl_like.plugins.vllm"
 ENGINES = {
     "hf": EngineKind(code="verl_like.rollout.hf:HFRolloutEngine"),
-    "vllm": EngineKind(
-        code="verl_like.rollout.vllm:VLLMRolloutEngine", installed="verl_like.rollout.vllm_versions:require_installed"
-    ),
+    "vllm": EngineKind(code=f"{_VLLM}.engine:VLLMRolloutEngine", installed=f"{_VLLM}.versions:require_installed"),
     "sglang": EngineKind(
         code=f"{_SGLANG}.engine:SGLangRolloutEngine",
         installed=f"{_SGLANG}.compat:require_installed",

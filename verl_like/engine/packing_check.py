@@ -10,7 +10,7 @@ from verl_like.batch import Sequences, pad_rows
 from verl_like.models import packing, tensor_plan
 from verl_like.models.heads import PolicyModel, TokenModel
 from verl_like.models.vision import VisionProcessor
-from verl_like.parallel.ulysses import SequenceGroup
+from verl_like.parallel.ulysses import SequenceRanks
 
 # maximum difference allowed in log-probs (or values): rounding of other matrix shapes, far below any leak seen
 _TOLERANCE = {torch.float32: 1e-3}
@@ -24,7 +24,7 @@ def check_packing(
     hf_config: PretrainedConfig,
     device: torch.device,
     compute_dtype: torch.dtype,
-    tensor_group: SequenceGroup | None = None,
+    tensor_group: SequenceRanks | None = None,
     vision: VisionProcessor | None = None,
 ) -> None:
     """Compare random sequences packed together, two of which share their prompt, with each alone (collective).
@@ -64,7 +64,7 @@ def _three_rows(vocab_size: int, model: TokenModel) -> Sequences:
 
 
 def _outputs(
-    root: nn.Module, rows: Sequences, device: torch.device, group: SequenceGroup | None, vision: VisionProcessor | None
+    root: nn.Module, rows: Sequences, device: torch.device, group: SequenceRanks | None, vision: VisionProcessor | None
 ) -> Tensor:
     wanted_T = packing.response_positions(rows, sampled_only=False)
     inputs = packing.pack(rows, wanted_T, device, share_prompts=True, vision=vision)

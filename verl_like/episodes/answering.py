@@ -19,9 +19,8 @@ from verl_like.episodes.outcomes import Policies
 from verl_like.episodes.partial_responses import Kept
 from verl_like.heartbeat import EPISODE
 from verl_like.models.images import MediaError
-from verl_like.rewards.grading import Graded
+from verl_like.rewards.grading import Answer, Graded
 from verl_like.rewards.manager import RewardManager
-from verl_like.rewards.model_score import Answer
 from verl_like.rewards.parts import combine
 from verl_like.rewards.reward_call import RewardOutcome, is_finite_reward
 from verl_like.rollout.client import RolloutClient

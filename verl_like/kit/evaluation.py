@@ -24,7 +24,7 @@ from verl_like.observe.samples import Sample, make_samples
 from verl_like.observe.validation import report_names
 from verl_like.plugins.agents.external import ExternalChat, NoEngine
 from verl_like.plugins.agents.start import open_toolbox
-from verl_like.rewards.http_json import ServiceError
+from verl_like.plugins.http_json import ServiceError
 from verl_like.rewards.manager import RewardManager
 from verl_like.rollout.client import RolloutClient
 from verl_like.trainer import build

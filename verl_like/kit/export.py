@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 from verl_like.checkpoint.checksums import CHECKSUMS_FILE, find_faults
 from verl_like.checkpoint.layout import ACTOR, find_latest
-from verl_like.checkpoint.weights import LoadedModel, SafetensorsFolder, ShardedFolder, StoredWeights, VerlFiles
+from verl_like.kit.stored_weights import LoadedModel, SafetensorsFolder, ShardedFolder, StoredWeights, VerlFiles
 from verl_like.models.checkpoint_names import CheckpointNames
 from verl_like.models.families import model_class
 from verl_like.models.heads import HF_PREFIX, dtype_of

@@ -73,11 +73,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, how: 
 def register() -> None:
     """Make `attn_implementation=ATTENTION_NAME` known to transformers; repeated calls are harmless."""
     AttentionInterface.register(ATTENTION_NAME, packed_attention)
-    AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    return None
+    AttentionMaskInterface.register(ATTENTION_NAME, lambda *_, **__: None)  # masks are in the segments
 
 
 @functools.cache

@@ -25,7 +25,7 @@ from verl_like.models.token_layout import Groups, TokenLayout
 
 if TYPE_CHECKING:
     from verl_like.models.vision import VisionInput, VisionProcessor
-    from verl_like.parallel.ulysses import SequenceGroup
+    from verl_like.parallel.ulysses import SequenceRanks
 
 
 class Segments:
@@ -49,10 +49,10 @@ class Segments:
         self.layout = None if layout is None else layout.to(device)
         self.cu_seqlens = _bounds(self.lengths, device)  # int32 [S + 1]
         self.cu_own = self.cu_seqlens if layout is None else _bounds(self.own_lengths, device)
-        self.parallel: SequenceGroup | None = None  # where each rank holds a slice of the tokens
+        self.parallel: SequenceRanks | None = None  # where each rank holds a slice of the tokens
         self.groups: Groups | None = None  # layout for batched attention calls, where one is needed
 
-    def with_filling(self, count: int, parallel: SequenceGroup) -> Segments:
+    def with_filling(self, count: int, parallel: SequenceRanks) -> Segments:
         """The same for tokens sliced over `parallel`, with `count` tokens of padding as one more sequence."""
         device, added = self.cu_seqlens.device, (count,) if count else ()
         layout = self.layout if self.layout is None or not count else self.layout.appended(count)
@@ -212,7 +212,7 @@ def placeholder(device: torch.device, *, packed: bool, vision: VisionProcessor |
     )
 
 
-def take_slice(whole: ModelInput, parallel: SequenceGroup) -> ModelInput:
+def take_slice(whole: ModelInput, parallel: SequenceRanks) -> ModelInput:
     """This rank's slice of a packed input, the last one filled up with a segment of padding.
 
     Targets were taken before, so a token whose successor is in the next slice keeps its own. `segments` and positions

@@ -20,7 +20,7 @@ from verl_like.parallel.tensor import Style, TensorPlan
 if TYPE_CHECKING:
     from verl_like.config import FSDPConfig, ModelConfig
     from verl_like.models.packing import ModelInput
-    from verl_like.parallel.ulysses import SequenceGroup
+    from verl_like.parallel.ulysses import SequenceRanks
 
 KEY = "fsdp_config.tensor_parallel_size"
 _STYLES: dict[str, Style] = {
@@ -102,7 +102,7 @@ def tensor_plan(model: TokenModel, config: PretrainedConfig, size: int, key: str
     return TensorPlan(size=size, linears=linears, gathered=frozenset(gathered))
 
 
-def take_slice(whole: ModelInput, group: SequenceGroup) -> ModelInput:
+def take_slice(whole: ModelInput, group: SequenceRanks) -> ModelInput:
     """This rank's slice of a packed input, for a split model: attention there sees all tokens, with their positions."""
     part = packing.take_slice(whole, group)
     assert part.segments is not None

@@ -381,7 +381,8 @@ def _merged(tower: Any, embeds: Tensor, images: VisionInput, collective: bool) -
     mask = images.feature_ids >= 0
     if count == 0:
         return embeds, [], mask
-    blank = (embeds.new_zeros(images.token_patches, images.patch_width), _blank_grid(images.token_patches))
+    side = round(images.token_patches**0.5)
+    blank = embeds.new_zeros(images.token_patches, images.patch_width), torch.tensor([[1, side, side]])
     features, deep = [], []
     with nullcontext() if trained else torch.no_grad():
         for pixels, grids in [*images.parts, *[blank] * (count - len(images.parts))]:
@@ -394,8 +395,3 @@ def _merged(tower: Any, embeds: Tensor, images: VisionInput, collective: bool) -
     merged = embeds.masked_scatter(mask[..., None], taken_FH)
     unused = feature_FH.sum() + sum(part.sum() for part in deep) if trained else 0
     return merged + 0 * unused, [part[images.feature_ids[mask]] for part in deep], mask
-
-
-def _blank_grid(token_patches: int) -> Tensor:
-    side = round(token_patches**0.5)
-    return torch.tensor([[1, side, side]])

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from verl_like import __version__
 from verl_like.observe.redaction import HIDDEN, is_secret, redacted, redacted_text
 from verl_like.observe.run_folder import ENVIRONMENT, flat
 from verl_like.small_files import read_object
@@ -79,7 +80,7 @@ def describe(device: str, processes: int) -> dict[str, Any]:
         "gpus_of_the_driver": gpus,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
-        "packages": {"verl_like": _package_version(), **_versions()},
+        "packages": {"verl_like": __version__, **_versions()},
         "git_commit": git_commit(Path.cwd()),
         "git_commit_of_verl_like": git_commit(Path(__file__).parent),
         "variables": {
@@ -102,12 +103,6 @@ def git_commit(folder: Path) -> str | None:
         return commit + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.SubprocessError):
         return None  # no git, or no repository: nothing to tell
-
-
-def _package_version() -> str:
-    from verl_like import __version__
-
-    return __version__
 
 
 def _versions() -> dict[str, str]:

@@ -64,14 +64,11 @@ class HealthWatch:
 
     def _add(self, step: int, metrics: Mapping[str, float]) -> None:
         """Finite numbers that rules read, of the first steps and of the newest."""
-        finite = {name: value for name, value in metrics.items() if _is_read(name) and math.isfinite(value)}
+        read = {name for name in metrics if name in _READ or name.startswith("reward/failures/")}
+        finite = {name: value for name, value in metrics.items() if name in read and math.isfinite(value)}
         self._history[step] = self._history.get(step, {}) | finite
         if len(self._history) > EARLY + _NEWEST:
             del self._history[sorted(self._history)[EARLY]]
-
-
-def _is_read(name: str) -> bool:
-    return name in _READ or name.startswith("reward/failures/")
 
 
 _READ = {name for rule in RULES for name in rule.metrics} | {

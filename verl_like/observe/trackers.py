@@ -1,4 +1,4 @@
-"""Trackers of metrics: `trainer.logger` picks console, tensorboard, a service (`services.py`) or a class of the user's.
+"""Trackers of metrics: `trainer.logger` picks console, a service (plugins/trackers) or a class of the user's.
 
 A jsonl file is always written.
 """
@@ -10,7 +10,6 @@ import logging
 import math
 import os
 import queue
-import re
 import shutil
 import threading
 import time
@@ -24,11 +23,10 @@ from verl_like.batch import scalar
 from verl_like.config import TrainerConfig
 from verl_like.config.enums import LOGGERS
 from verl_like.observe.console import StepTable
-from verl_like.observe.prometheus import PrometheusTracker, require_port
 from verl_like.observe.redaction import redacted_tree
 from verl_like.observe.run_folder import METRICS
 from verl_like.observe.samples import Sample, samples_text, to_json
-from verl_like.observe.services import COLUMNS, SERVICES, require
+from verl_like.registry import PARTS, part
 from verl_like.small_files import parse_object
 from verl_like.text import whole
 from verl_like.user_code import check_call, is_reference, load
@@ -75,12 +73,9 @@ def build_trackers(
     trackers: list[Tracker] = [JsonlTracker(folder, new_run=resumed_at is None, last_step=resumed_at)]
     if "console" in names:
         trackers.append(ConsoleTracker())
-    if "tensorboard" in names:
-        options = trainer.logger_kwargs.get("tensorboard", {})
-        trackers.append(TensorboardTracker(folder / "tensorboard", resumed_at, **options))
     for name in names:
-        if name in SERVICES:
-            trackers.append(SERVICES[name](trainer, config, folder, resumed=resumed_at is not None))
+        if name in PARTS["tracker"]:
+            trackers.append(part("tracker", name)(trainer, config, folder, resumed_at=resumed_at))
         elif is_reference(name):
             options = trainer.logger_kwargs.get(name, {})
             callers[name] = _Caller(name)
@@ -90,7 +85,7 @@ def build_trackers(
             except _Hangs as error:
                 raise ValueError(f"trainer.logger={name}: its constructor gives {error}") from None
     if trainer.prometheus_port is not None:
-        trackers.append(PrometheusTracker(trainer, run_id))
+        trackers.append(part("metrics", "prometheus")(trainer, run_id))
     return Trackers(trackers, callers)
 
 
@@ -113,10 +108,10 @@ def check_trackers(trainer: TrainerConfig) -> list[str]:
             f"Available: {', '.join(LOGGERS)} (jsonl is always on)."
         )
     for name in names:
-        if name == "tensorboard" or name in SERVICES:
-            require(name)
+        if name in PARTS["tracker"]:
+            part("tracker", name).require()
     if trainer.prometheus_port is not None:
-        require_port(trainer)
+        part("metrics", "prometheus").require_port(trainer)
     return names
 
 
@@ -336,45 +331,6 @@ class ConsoleTracker:
         logger.info("%s", samples_text(f"step {step}, {len(samples)} validation answers:", samples))
 
     def finish(self) -> None: ...
-
-
-class TensorboardTracker:
-    """Event files under `folder`. A resumed run hides the steps that it repeats."""
-
-    name = "tensorboard"
-
-    def __init__(self, folder: Path, resumed_at: int | None = None, **options: Any) -> None:
-        self._writer_class = partial(require("tensorboard").SummaryWriter, **{"log_dir": str(folder)} | options)
-        self._resumed_at = resumed_at
-        self._writer: Any = None
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        writer = self._open(step)
-        for name, value in metrics.items():
-            writer.add_scalar(name, value, step)
-        writer.flush()
-
-    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        rows = [[_verbatim(str(sample[key])) for key in COLUMNS] for sample in samples]
-        table = [COLUMNS, ["---"] * len(COLUMNS), *rows]
-        text = "\n".join("| " + " | ".join(row) + " |" for row in table)
-        self._open(step).add_text("val/generations", text, step)
-
-    def finish(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-
-    def _open(self, step: int) -> Any:
-        if self._writer is None:
-            first = step if self._resumed_at is None else self._resumed_at + 1  # a validation may come before it
-            self._writer = self._writer_class(purge_step=first)
-        return self._writer
-
-
-def _verbatim(text: str) -> str:
-    """A cell of a Markdown table that shows the text as it is: 2*3*4 keeps its stars, a | ends no column."""
-    escaped = re.sub(r"[!-/:-@\[-`{-~]", lambda found: f"&#{ord(found[0])};", text)
-    return "<br>".join(re.split(r"\r\n?|\n", escaped))
 
 
 class OwnTracker:

@@ -26,7 +26,7 @@ from verl_like.parallel.tensor import TensorSplitter, sum_in_place
 if TYPE_CHECKING:
     from verl_like.config import FSDPConfig
     from verl_like.parallel.tensor import TensorPlan
-    from verl_like.parallel.ulysses import SequenceGroup
+    from verl_like.parallel.ulysses import SequenceRanks
 
 
 class Sharding:
@@ -153,7 +153,7 @@ class Sharding:
         return [p for p in self.root.parameters() if p.requires_grad]
 
     @property
-    def tensor_group(self) -> SequenceGroup | None:
+    def tensor_group(self) -> SequenceRanks | None:
         """The ranks among which every layer is split (parallel/tensor.py); they need the same rows, in slices."""
         return None if self._splitter is None else self._splitter.group
 
@@ -178,7 +178,7 @@ class Sharding:
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
-    def _norm_of_parts(self, group: SequenceGroup) -> Tensor:
+    def _norm_of_parts(self, group: SequenceRanks) -> Tensor:
         """Squares are added up over the ranks that hold different parts: three kinds of parameters, three groups."""
         squares = torch.zeros(3, device=self._device)  # the root's, the layers', those of split weights
         meshes = (self._mesh, self._layer_mesh, None)

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional
 
 from verl_like.parallel.sharding import local_tensor
-from verl_like.parallel.ulysses import SequenceGroup
+from verl_like.parallel.ulysses import SequenceRanks
 
 Style = Literal["column", "row", "column_gathered", "row_from_whole"]
 """column: each rank has some outputs; row: some inputs. column_gathered: all ranks get all outputs; row_from_whole: the
@@ -53,7 +53,7 @@ class TensorSplitter:
     def __init__(self, plan: TensorPlan, mesh: DeviceMesh) -> None:
         self._plan, self._mesh = plan, mesh
         self._done: set[nn.Module] = set()
-        self.group = SequenceGroup(group=mesh.get_group(), size=mesh.size(), rank=mesh.get_local_rank())
+        self.group = SequenceRanks(group=mesh.get_group(), size=mesh.size(), rank=mesh.get_local_rank())
 
     def split(self, module: nn.Module) -> None:
         """Split what the plan names in `module`, whose weights are whole on every rank."""
@@ -146,25 +146,25 @@ def _product(linear: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
     return y
 
 
-def _column(_: SequenceGroup, linear: nn.Module, input: Tensor) -> Tensor:
+def _column(_: SequenceRanks, linear: nn.Module, input: Tensor) -> Tensor:
     return _product(linear, input, None if linear.bias is None else local_tensor(linear.bias))
 
 
-def _column_gathered(group: SequenceGroup, linear: nn.Module, input: Tensor) -> Tensor:
+def _column_gathered(group: SequenceRanks, linear: nn.Module, input: Tensor) -> Tensor:
     return _Gather.apply(_column(group, linear, input), group, -1)
 
 
-def _row(group: SequenceGroup, linear: nn.Module, input: Tensor) -> Tensor:
+def _row(group: SequenceRanks, linear: nn.Module, input: Tensor) -> Tensor:
     """The parts are summed; each rank keeps its tokens, and adds the bias to them."""
     y = _SumParts.apply(_product(linear, input, None), group)
     return y if linear.bias is None else y + linear.bias
 
 
-def _row_from_whole(group: SequenceGroup, linear: nn.Module, input: Tensor) -> Tensor:
+def _row_from_whole(group: SequenceRanks, linear: nn.Module, input: Tensor) -> Tensor:
     return _row(group, linear, input.chunk(group.size, dim=-1)[group.rank])
 
 
-_FORWARDS: dict[Style, Callable[[SequenceGroup, nn.Module, Tensor], Tensor]] = {
+_FORWARDS: dict[Style, Callable[[SequenceRanks, nn.Module, Tensor], Tensor]] = {
     "column": _column,
     "column_gathered": _column_gathered,
     "row": _row,
@@ -173,7 +173,7 @@ _FORWARDS: dict[Style, Callable[[SequenceGroup, nn.Module, Tensor], Tensor]] = {
 
 
 def _gather_input(
-    group: SequenceGroup, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    group: SequenceRanks, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The hidden states of all tokens for a module that was called with this rank's, its first argument."""
     if args:
@@ -185,7 +185,7 @@ class _Gather(torch.autograd.Function):
     """The ranks' slices side by side; the gradient of a slice is the sum of the parts that the ranks have of it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: SequenceGroup, dim: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, x: Tensor, group: SequenceRanks, dim: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.group, ctx.dim = group, dim
         return _gathered(x, group, dim)
 
@@ -198,7 +198,7 @@ class _SumParts(torch.autograd.Function):
     """The sum of the ranks' parts, of which each keeps its slice of the tokens."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: SequenceGroup) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, x: Tensor, group: SequenceRanks) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.group = group
         return _summed_slice(x, group, -2)
 
@@ -212,14 +212,14 @@ _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else 
 _reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 
 
-def _gathered(x: Tensor, group: SequenceGroup, dim: int) -> Tensor:
+def _gathered(x: Tensor, group: SequenceRanks, dim: int) -> Tensor:
     front = x.movedim(dim, 0).contiguous()
     whole = front.new_empty((group.size * front.shape[0], *front.shape[1:]))
     _all_gather(whole, front, group=group.group)
     return whole.movedim(0, dim)
 
 
-def _summed_slice(x: Tensor, group: SequenceGroup, dim: int) -> Tensor:
+def _summed_slice(x: Tensor, group: SequenceRanks, dim: int) -> Tensor:
     front = x.movedim(dim, 0).contiguous()
     mine = front.new_empty((front.shape[0] // group.size, *front.shape[1:]))
     _reduce_scatter(mine, front, group=group.group)

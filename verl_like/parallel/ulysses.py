@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SequenceGroup:
+class SequenceRanks:
     """The ranks that share the same rows: `size` neighbours, of which this process is number `rank`."""
 
     group: dist.ProcessGroup
@@ -43,7 +43,7 @@ class SequenceGroup:
         return _Join.apply(values, self.group)
 
 
-def sequence_group(size: int) -> SequenceGroup | None:
+def sequence_group(size: int) -> SequenceRanks | None:
     """Groups of `size` consecutive ranks (collective); None for a size of 1.
 
     Raises ValueError where the size does not divide the ranks.
@@ -54,7 +54,7 @@ def sequence_group(size: int) -> SequenceGroup | None:
     if size == 1:
         return None
     groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
-    return SequenceGroup(group=groups[rank // size], size=size, rank=rank % size)
+    return SequenceRanks(group=groups[rank // size], size=size, rank=rank % size)
 
 
 def repeated_key_heads(num_heads: int, num_key_heads: int, size: int) -> int:

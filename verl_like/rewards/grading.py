@@ -3,31 +3,102 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from verl_like.batch import PromptRow, RewardFailure, Scores, unusable_extras
 from verl_like.config.errors import RunStopped
-from verl_like.rewards.model_score import Answer, ModelScore
 from verl_like.rewards.parts import Part, combine
 from verl_like.rewards.reward_call import RewardCall, RewardOutcome, is_finite_reward
+from verl_like.services.server import answers
 
 logger = logging.getLogger(__name__)
 
 _LOGGED_FAILURES = 3  # rows shown in full per batch
 _HEAD_CHARS = 200
+_HEALTH_S, _TRIES = 10.0, 3  # of a server that is asked whether it lives
 _SLOW_S = 1.0  # a reward that takes longer is worth a line in the log
 _told: set[str] = set()  # further values that the log of this process has named
 
 Submit = Callable[[Sequence[RewardCall]], list[Future[RewardOutcome]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One response with its prompt, both as the policy's tokens."""
+
+    row: PromptRow
+    prompt_ids: Sequence[int]
+    response_ids: Sequence[int] | NDArray[np.int32]
+
+    @property
+    def response(self) -> list[int]:
+        """The response's tokens as numbers of Python, which take nine times the memory: not to be kept."""
+        return np.asarray(self.response_ids).tolist()
+
+    def text(self, tokenizer: Any) -> str:
+        """The answer: the response, behind what the row's last message has of it where the prompt ends with that."""
+        if begun := self.row.begun.strip():
+            both = ([*self.prompt_ids, *more] for more in ([], self.response))
+            prompt, whole = (tokenizer.decode(ids, skip_special_tokens=True) for ids in both)
+            if (prompt := prompt.rstrip()).endswith(begun):
+                return whole[len(prompt) - len(begun) :]
+        return tokenizer.decode(self.response, skip_special_tokens=True)
+
+
+class ModelScores(Protocol):
+    """A reward model, as whoever grades sees it (plugins/reward_models)."""
+
+    @property
+    def needs_rule(self) -> bool:
+        """Whether rules grade as well."""
+        ...
+
+    def add_to(self, scores: Scores, answers: Sequence[Answer]) -> Scores:
+        """Its scores, joined with the rules'."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """Addresses of the servers of a reward model, for its graders.
+
+    path: path of the model, and the name under which the servers answer.
+    places: (host:port, what to call it) of each server.
+    lost: makes the error that ends a run which has lost a server.
+    end_ids: tokens that end the model's answers.
+    """
+
+    path: str
+    places: Sequence[tuple[str, str]]
+    lost: Callable[[str], Exception]
+    end_ids: Sequence[int] = ()
+    _turns: itertools.count[int] = field(default_factory=itertools.count)
+
+    @property
+    def addresses(self) -> list[str]:
+        return [address for address, _ in self.places]
+
+    def next_address(self) -> str:
+        """Return the address of the server whose turn it is."""
+        return self.places[next(self._turns) % len(self.places)][0]
+
+    def require_alive(self) -> None:
+        """Raise `lost` where a server does not answer: a function of the user's may have taken that for a 0."""
+        for address, name in self.places:
+            if not any(answers(f"http://{address}/health", _HEALTH_S) for _ in range(_TRIES)):
+                raise self.lost(f"{name} does not answer; what was graded since may be wrong, and is not used")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +126,12 @@ class Graded:
             data_source=row.data_source,
             solution_str=self.text,
             ground_truth=row.ground_truth,
-            extra_info=extra_info_of(row),
+            # as verl adds: number of turns (a prompt and its answer are two) and rewards of tools
+            extra_info={"num_turns": 2, "rollout_reward_scores": {}, **row.extra_info},
             question=question_of(row),
             grader=scorer.grader,
             server=server,
         )
-
-
-def extra_info_of(row: PromptRow) -> dict[str, Any]:
-    """The row's, with what verl adds: number of turns (a prompt and its answer are two) and rewards of tools."""
-    return {"num_turns": 2, "rollout_reward_scores": {}, **row.extra_info}
 
 
 class RewardError(RunStopped):
@@ -84,7 +151,7 @@ class Grading:
         step: int,
         may_all_fail: bool = False,
         quiet: bool = False,
-        model: ModelScore | None = None,
+        model: ModelScores | None = None,
         failure_penalty: float | None = None,
         max_failure_fraction: float = 1.0,
         graded_by: str = "",

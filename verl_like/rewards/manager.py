@@ -22,12 +22,20 @@ from verl_like.config.roles import classifies, generates
 from verl_like.registry import part
 from verl_like.remote_storage import local_folder
 from verl_like.rewards import graders
-from verl_like.rewards.grading import Graded, Grading, Scorer, Submit, report, require_enough, tell_of_deaths
-from verl_like.rewards.judge import Judge
-from verl_like.rewards.model_score import Answer, ModelScore
+from verl_like.rewards.grading import (
+    Answer,
+    Graded,
+    Grading,
+    ModelScores,
+    Scorer,
+    ServedModel,
+    Submit,
+    report,
+    require_enough,
+    tell_of_deaths,
+)
 from verl_like.rewards.parts import CUSTOM, JUDGE, Part, Weights
 from verl_like.rewards.reward_call import RewardCall, RewardFunctionError, RewardOutcome, ScorerSpec
-from verl_like.rewards.served import ServedModel
 from verl_like.services.pool import WorkerPool
 from verl_like.user_code import is_reference, resolve_path
 
@@ -48,7 +56,7 @@ class RewardManager:
         self, custom: CustomRewardFunctionConfig, reward_model: RewardModelConfig, data: DataConfig, tokenizer: Any
     ) -> None:
         _check_supported(custom, reward_model)
-        self._model: ModelScore | None = None
+        self._model: ModelScores | None = None
         self._served: ServedModel | None = None
         self.awaits_servers = generates(reward_model, custom)
         """Whether `use_servers` must come before anything is graded."""
@@ -73,7 +81,7 @@ class RewardManager:
                 "file.py:name"
             )
         parse = None if parser is None else lambda call: self._pool.submit([call])[0]
-        self._judge = Judge(reward_model.judge, parse) if has_judge else None
+        self._judge = part("reward_model", "judge")(reward_model.judge, parse) if has_judge else None
         self._pool: WorkerPool[RewardCall, RewardOutcome] = WorkerPool(
             self._spec(custom, reward_model), num_workers=num_workers, max_pending=custom.max_pending
         )
@@ -111,7 +119,7 @@ class RewardManager:
         named |= {f"reward_model.weights.*.{name}": name for name in self._weights.names()}
         return {key: name for key, name in named.items() if is_reference(name)}
 
-    def use_model(self, model: ModelScore) -> None:
+    def use_model(self, model: ModelScores) -> None:
         """Score with a reward model too, once its workers are there (reward_model.enable)."""
         self._model = model
 

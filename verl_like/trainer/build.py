@@ -26,12 +26,9 @@ from verl_like.config.errors import input_errors
 from verl_like.config.placement import has_further_pools
 from verl_like.config.roles import ACTOR, ROLLOUT, needs_critic, roles_of
 from verl_like.config.schema import to_dict
-from verl_like.data.curriculum import CustomSampler
 from verl_like.data.dataset import Dataset, make_encoder
-from verl_like.data.environments import EnvironmentDataset
 from verl_like.data.foreign import build_dataset
 from verl_like.data.loader import PromptLoader, iterate_all
-from verl_like.data.mixing import WeightedSampler
 from verl_like.data.prompt_truth import own_text
 from verl_like.data.sampler import ResumableSampler, Sampler
 from verl_like.data.templates import SYSTEM_PROMPTS
@@ -56,6 +53,8 @@ from verl_like.rewards.manager import RewardManager
 from verl_like.rollout.build import require_heads, require_quantization
 from verl_like.rollout.sampling import train_sampling, validation_sampling
 from verl_like.trainer.checkpoints import Checkpoints
+from verl_like.trainer.costs import Forecast, ModelCosts, SpeedReport
+from verl_like.trainer.dispatch import RowBalance
 from verl_like.trainer.folders import log_dir, profile_dir
 from verl_like.trainer.inputs import (
     check_adapters,
@@ -66,7 +65,6 @@ from verl_like.trainer.inputs import (
     refuse_missing_answers,
 )
 from verl_like.trainer.own_code import check_own_code, trainer_class
-from verl_like.trainer.pools import Pools
 from verl_like.trainer.ppo import PPOTrainer
 from verl_like.trainer.recording import RecordedSource, Recorder
 from verl_like.trainer.replica_group import Fleet
@@ -75,19 +73,18 @@ from verl_like.trainer.reporting import Reporter
 from verl_like.trainer.resume import fetch_resume, find_resume, processes_text
 from verl_like.trainer.reward_check import grade_sample, self_check, try_out
 from verl_like.trainer.reward_models import load_reward_model, use_reward_model
-from verl_like.trainer.roles import ActorGroup, CriticGroup, ReferenceGroup, RoleGroup
-from verl_like.trainer.speed import Forecast, ModelCosts, SpeedReport
+from verl_like.trainer.roles import ActorHandle, CriticHandle, ReferenceHandle, RoleHandle
 from verl_like.trainer.start_checks import check_machine, check_models, check_sampling
 from verl_like.trainer.start_messages import start_phase, worker_start_text
 from verl_like.trainer.state import TrainState
 from verl_like.trainer.validation import Validator
 from verl_like.trainer.weights import Weights
-from verl_like.trainer.workers import Workers
+from verl_like.trainer.workers import Pools, Workers
 from verl_like.user_code import external_modules
 from verl_like.workers.spec import WorkerSpec
 
 logger = logging.getLogger(__name__)
-Group = TypeVar("Group", bound=RoleGroup)
+Handle = TypeVar("Handle", bound=RoleHandle)
 T = TypeVar("T")
 
 
@@ -245,9 +242,9 @@ def started(
         stop = stack.enter_context(graceful_interrupt())
         timeout = config.trainer.rpc_timeout
         peaks = {name: group.call_all("device_peak").wait(timeout=timeout) for name, group in groups.items()}
-        speed = SpeedReport.of(config, plan, ready.costs, peaks, ready.device, ready.memory.metrics())
+        speed = part("speed", "report").of(config, plan, ready.costs, peaks, ready.device, ready.memory.metrics())
         with input_errors():
-            report = build_reporter(config, plan, inputs, speed, checkpoints.resume_step)
+            report = build_reporter(ready, speed, checkpoints.resume_step)
         stack.callback(report.close)
         loader = train_loader(config, inputs.train, plan)
         parts = (loader, ready.costs, rewards, pools, report, stop, checkpoints, stack)
@@ -274,11 +271,12 @@ def try_rewards(config: PPOConfig, inputs: Inputs, rewards: RewardManager) -> No
         self_check(inputs.train, rewards, inputs.tokenizer, config.data.self_check_rows)
 
 
-def build_reporter(
-    config: PPOConfig, plan: BatchPlan, inputs: Inputs, speed: SpeedReport, resumed_at: int | None
-) -> Reporter:
+def build_reporter(ready: Prepared, speed: SpeedReport, resumed_at: int | None) -> Reporter:
     """Trackers, live display and sample files of the run. resumed_at: the step of the checkpoint it starts from."""
+    config, plan, inputs = ready.config, ready.plan, ready.inputs
     settings, run_id = config.trainer, os.environ.get(RUN_ID_VARIABLE, "")
+    shared = shares_prompts(config.actor_rollout_ref.model)
+    spread = RowBalance(even=settings.balance_batch, cost=ready.costs.actor, share_prompts=shared)
     progress = build_progress(
         enabled="console" in settings.logger, total_steps=plan.total_training_steps, first_step=resumed_at or 0
     )
@@ -290,6 +288,7 @@ def build_reporter(
         max_prompt_length=config.data.max_prompt_length,
         steps_per_epoch=required(plan.steps_per_epoch),
         plan=plan,
+        spread=spread,
         speed=speed,
         store=SampleStore(log_dir(config) / SAMPLES, settings.sample_max_mb, resumed_at),
         report=part("report", "html")(log_dir(config), settings.report_freq),
@@ -327,15 +326,15 @@ def assemble(
     replicas = StandingRolloutGroup(pool, **sampling) if standing else RolloutGroup(pool, plan, **sampling)
     pools.reachable, weights.reachable = replicas.paused, replicas.renewed
 
-    def models(role: type[Group], cost: ModelCost | None, **options: Any) -> Group | None:
+    def models(role: type[Handle], cost: ModelCost | None, **options: Any) -> Handle | None:
         if role.role not in plan.roles:
             return None
         sharing = {"cost": cost, "share_prompts": shares_prompts(plan.roles[role.role].config.model)}
         shared = {"balance": settings.balance_batch, "timeout_s": settings.rpc_timeout}
         return role(pools.of(role.role), plan, **sharing, **shared, **options)
 
-    actor = models(ActorGroup, costs.actor, on_change=weights.changed)
-    critic = models(CriticGroup, costs.critic)
+    actor = models(ActorHandle, costs.actor, on_change=weights.changed)
+    critic = models(CriticHandle, costs.critic)
     assert actor is not None
     how = answering(config, inputs, validation=False)
     source = RecordedSource if skips or recorded else Collector
@@ -350,7 +349,7 @@ def assemble(
         source=collector,
         pools=pools,
         actor=actor,
-        reference=models(ReferenceGroup, costs.actor),
+        reference=models(ReferenceHandle, costs.actor),
         critic=critic,
         recorder=Recorder(config, [role for role in (actor, critic) if role is not None]),
         weights=weights,
@@ -402,7 +401,7 @@ def load_inputs(config: PPOConfig, toolbox: Toolbox | None = None, *, trains: bo
     vision = processor_of(model, hf_config)
     options |= {"vision": vision, "limit_images": config.actor_rollout_ref.rollout.limit_images}
     if config.env.train.tags:
-        train, val = environment_datasets(config, data, tokenizer)
+        train, val = part("environments", "datasets")(config, make_encoder(data, tokenizer))
     else:
         val = build_dataset(data, data.val_files, tokenizer, split="val", **options) if data.val_files else None
         train = build_dataset(data, data.train_files, tokenizer, split="train", **options) if trains else required(val)
@@ -430,16 +429,6 @@ def load_inputs(config: PPOConfig, toolbox: Toolbox | None = None, *, trains: bo
         runner=runner,
         tool_usage=dict if toolbox is None else toolbox.take_usage,
     )
-
-
-def environment_datasets(
-    config: PPOConfig, data: DataConfig, tokenizer: Any
-) -> tuple[EnvironmentDataset, EnvironmentDataset | None]:
-    """The starts of env.train and env.val."""
-    encoder, settings = make_encoder(data, tokenizer), config.trainer
-    batch = {"batch_size": data.train_batch_size, "steps": settings.total_training_steps}
-    train = EnvironmentDataset.train(config.env, encoder, seed=settings.seed, **batch)
-    return train, EnvironmentDataset.val(config.env, encoder, seed=settings.seed) if config.env.val.tags else None
 
 
 def check_tensor_parallel(config: PPOConfig, hf_config: PretrainedConfig) -> None:
@@ -493,13 +482,14 @@ def train_sampler(config: PPOConfig, dataset: Dataset, batch_size: int) -> Sampl
     """The user's sampler, or rows by data.domain_weights, or all rows alike; by data.seed, or else trainer.seed."""
     data = config.data
     if data.sampler.class_path is not None:
-        return CustomSampler(data, dataset)
+        return part("sampler", "own")(data, dataset)
     seed = config.trainer.seed if data.seed is None else data.seed
     if not data.domain_weights:
         shuffle = data.shuffle and not config.env.train.tags  # groups take turns, and their starts are random as it is
         return ResumableSampler(len(dataset), shuffle=shuffle, seed=seed, identity=dataset.identity())
     weights, identity = data.domain_weights, dataset.identity()
-    sampler = WeightedSampler(dataset.domains(), weights, shuffle=data.shuffle, seed=seed, identity=identity)
+    weighted = part("sampler", "weighted")
+    sampler = weighted(dataset.domains(), weights, shuffle=data.shuffle, seed=seed, identity=identity)
     sampler.check_batch(batch_size)
     return sampler
 

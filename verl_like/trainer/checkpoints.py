@@ -30,7 +30,7 @@ from verl_like.remote_storage import RemoteFolder, Uploader, is_remote
 from verl_like.trainer.best import Best
 from verl_like.trainer.compose import save_resolved
 from verl_like.trainer.resume import CONFIG_FILE, run_of
-from verl_like.trainer.roles import ActorGroup, CriticGroup
+from verl_like.trainer.roles import ActorHandle, CriticHandle
 from verl_like.trainer.state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -42,8 +42,8 @@ class Run(Protocol):
     config: PPOConfig
     state: TrainState
     source: Collector
-    actor: ActorGroup
-    critic: CriticGroup | None
+    actor: ActorHandle
+    critic: CriticHandle | None
     total_steps: int
 
     def report_step(self) -> dict[str, float]:

@@ -13,8 +13,7 @@ from verl_like.data.dataset import Dataset, PromptDataset
 from verl_like.data.prompt_truth import own_text
 from verl_like.remote_storage import is_remote
 from verl_like.trainer.build import Inputs, Prepared, prepare
-from verl_like.trainer.folders import check_output_folders
-from verl_like.trainer.free_folder import with_free_folder
+from verl_like.trainer.folders import check_output_folders, with_free_folder
 from verl_like.trainer.nsight import check_nsight
 from verl_like.trainer.resume import find_resume, of_verl, processes_text
 from verl_like.trainer.reward_check import grade_sample, table

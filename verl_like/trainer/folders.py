@@ -1,12 +1,17 @@
-"""Where a run's files go."""
+"""Where a run's files go. Two runs never share a folder: one that does not resume goes beside what another left."""
 
 from __future__ import annotations
 
+import itertools
+import logging
+from dataclasses import replace
 from pathlib import Path
 
 from verl_like.checkpoint.files import linked_folders, require_writable
 from verl_like.config import PPOConfig, RayInitConfig
 from verl_like.remote_storage import RemoteFolder
+
+logger = logging.getLogger(__name__)
 
 _TEMP_DIR_CHARS = 40  # what Ray adds is named by date and process, below 67 characters
 
@@ -46,3 +51,53 @@ def log_dir(config: PPOConfig) -> Path:
 def profile_dir(config: PPOConfig) -> Path:
     """Folder of the traces of trainer.profile_steps."""
     return log_dir(config).resolve() / "profile"
+
+
+def with_free_folder(config: PPOConfig) -> PPOConfig:
+    """The configuration with trainer.default_local_dir, and the folders below it, moved to `<folder>-2` (-3 ...) where
+    the folder holds another run's files. Folders of samples elsewhere get the same ending.
+
+    resume_mode=auto resumes from a checkpoint in the folder, else from the first of `<folder>-2`, -3 ... that has one:
+    a job that is started again and again finds its own. A folder in which nothing was trained yet is taken as it is.
+    """
+    mode, root = str(config.trainer.resume_mode), Path(config.trainer.default_local_dir).expanduser()
+    own = Path(config.trainer.resume_from_path or root).expanduser().resolve().is_relative_to(root.resolve())
+    if (mode == "resume_path" and own) or not _holds_run(root) or (mode == "auto" and _holds_checkpoint(root)):
+        return config
+    beside = (root.with_name(f"{root.name}-{number}") for number in itertools.count(2))
+    folder = next(path for path in beside if not _holds_run(path) or (mode == "auto" and _holds_checkpoint(path)))
+    _say(root, folder, mode)
+    settings = config.trainer
+    moved = {}
+    for name, value in (
+        ("default_local_dir", settings.default_local_dir),
+        ("log_dir", settings.log_dir),
+        ("rollout_data_dir", settings.rollout_data_dir),
+        ("validation_data_dir", settings.validation_data_dir),
+    ):
+        path = Path(value or "").expanduser()
+        if value is not None and path.is_relative_to(root):
+            moved[name] = str(folder / path.relative_to(root))
+        elif value is not None and name != "log_dir":  # there the earlier run's files are set aside
+            moved[name] = str(path.with_name(path.name + folder.name.removeprefix(root.name)))
+    return replace(config, trainer=replace(settings, **moved))
+
+
+def _say(root: Path, folder: Path, mode: str) -> None:
+    if _holds_run(folder):
+        logger.warning("%s holds another run's files and no checkpoint: this run resumes in %s", root, folder)
+        return
+    reasons = {"auto": "no checkpoint of it to resume from", "resume_path": "this run resumes from another folder"}
+    why = reasons.get(mode, f"trainer.resume_mode={mode}")
+    logger.warning("%s holds another run's files (%s): this run's go to %s", root, why, folder)
+
+
+def _holds_run(root: Path) -> bool:
+    """Steps that were reported, or checkpoints. What a failed start leaves (a log, a lock) is nobody's loss."""
+    metrics = root / "metrics.jsonl"
+    return (metrics.exists() and metrics.stat().st_size > 0) or _holds_checkpoint(root)
+
+
+def _holds_checkpoint(root: Path) -> bool:
+    """Also one that is not whole: `find_resume` says what becomes of it."""
+    return any(path.suffix not in (".saving", ".deleted") for path in root.glob("global_step_*"))

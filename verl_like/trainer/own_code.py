@@ -25,7 +25,7 @@ from verl_like.config import PPOConfig
 from verl_like.observe.trackers import check_trackers
 from verl_like.trainer.ppo import PPOTrainer
 from verl_like.user_code import UserCodeError, load
-from verl_like.workers.reward import reward_worker_class
+from verl_like.workers.roles import reward_worker_class
 
 logger = logging.getLogger(__name__)
 _REWARD = "compute_score"

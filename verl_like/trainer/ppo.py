@@ -24,14 +24,14 @@ from verl_like.episodes.collector import Collector
 from verl_like.observe.timing import StepClock
 from verl_like.rewards.manager import RewardManager
 from verl_like.trainer.checkpoints import Checkpoints, Unhealthy
-from verl_like.trainer.pools import Pools
 from verl_like.trainer.recording import Recorder
 from verl_like.trainer.reporting import Reporter
-from verl_like.trainer.roles import ActorGroup, CriticGroup, ReferenceGroup, UpdateRules
+from verl_like.trainer.roles import ActorHandle, CriticHandle, ReferenceHandle, UpdateRules
 from verl_like.trainer.start_messages import start_phase
 from verl_like.trainer.state import TrainState
 from verl_like.trainer.validation import Validator
 from verl_like.trainer.weights import Weights
+from verl_like.trainer.workers import Pools
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +46,9 @@ class PPOTrainer:
     total_steps: int
     source: Collector
     pools: Pools
-    actor: ActorGroup
-    reference: ReferenceGroup | None
-    critic: CriticGroup | None
+    actor: ActorHandle
+    reference: ReferenceHandle | None
+    critic: CriticHandle | None
     weights: Weights
     rewards: RewardManager
     validator: Validator

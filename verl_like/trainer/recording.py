@@ -27,7 +27,7 @@ from verl_like.episodes.collector import Collector
 from verl_like.episodes.pending_scores import PendingBatch
 from verl_like.observe.redaction import hidden
 from verl_like.trainer.folders import log_dir
-from verl_like.trainer.roles import RoleGroup
+from verl_like.trainer.roles import RoleHandle
 
 Stages = Mapping[str, TensorStruct]
 _OBJECTS: dict[str, Callable[..., Any]] = {"rows": PromptRow, "failures": RewardFailure}
@@ -101,7 +101,7 @@ class Recorder:
     """Writes each trainer.record_freq-th step of a run, and each that skip_rollout did not find, with
     the checksums of the weights that the update of `roles` begins with."""
 
-    def __init__(self, config: PPOConfig, roles: Sequence[RoleGroup]) -> None:
+    def __init__(self, config: PPOConfig, roles: Sequence[RoleHandle]) -> None:
         self._every, self._own, self._roles = config.trainer.record_freq, log_dir(config) / "recorded", roles
         self._dump = dump_dir(config) if config.actor_rollout_ref.rollout.skip_rollout else None
 

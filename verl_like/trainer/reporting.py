@@ -39,8 +39,8 @@ from verl_like.observe.samples import (
 from verl_like.observe.timing import StepClock, timing_per_token_metrics
 from verl_like.observe.trackers import Trackers
 from verl_like.observe.validation import report_names
+from verl_like.trainer.costs import SpeedReport
 from verl_like.trainer.dispatch import RowBalance
-from verl_like.trainer.speed import SpeedReport
 
 logger = logging.getLogger(__name__)
 
@@ -73,17 +73,19 @@ class Reporter:
         max_prompt_length: int,
         steps_per_epoch: int,
         plan: BatchPlan,
+        spread: RowBalance,
         speed: SpeedReport,
         store: SampleStore,
         report: RunReport,
         health: HealthWatch,
         first_step: int,
     ) -> None:
-        """first_step: the first step that this process makes."""
+        """spread: of the actor's rows. first_step: the first step that this process makes."""
         self.health = health
         self.store, self.report, self.first_step, self.newest_version = store, report, first_step, 0
         self.token_texts = TokenTexts(tokenizer)
-        self.trainer, self.trackers, self.progress, self.speed = trainer, trackers, progress, speed
+        self.trainer, self.trackers, self.progress = trainer, trackers, progress
+        self.spread, self.speed = spread, speed
         self.tokenizer, self.plan, self.steps_per_epoch = tokenizer, plan, steps_per_epoch
         self.max_prompt_length = max_prompt_length
 
@@ -96,9 +98,7 @@ class Reporter:
     ) -> dict[str, float]:
         """Log one finished step, and write its samples where trainer.rollout_data_dir asks for it. All its metrics."""
         num_tokens = rollouts.num_tokens_B()
-        shape = self.speed.shape
-        spread = RowBalance(even=self.trainer.balance_batch, cost=shape.actor, share_prompts=shape.actor_shares_prompts)
-        shares = spread.shares(rollouts, self.plan.roles[ACTOR].data_parallel_size)
+        shares = self.spread.shares(rollouts, self.plan.roles[ACTOR].data_parallel_size)
         everything = {
             **training_metrics(step, (step - 1) // self.steps_per_epoch),
             **metrics,

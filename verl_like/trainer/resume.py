@@ -15,7 +15,6 @@ from yaml import YAMLError
 from verl_like.checkpoint import layout
 from verl_like.checkpoint.checksums import CHECKSUMS_FILE, find_faults
 from verl_like.checkpoint.files import write_atomically
-from verl_like.checkpoint.from_verl import converted, is_verl_step
 from verl_like.checkpoint.harmless import faults_of
 from verl_like.cluster.worker_group import new_run_id
 from verl_like.config import PPOConfig, TrainerConfig
@@ -23,6 +22,7 @@ from verl_like.config.errors import raise_if_any
 from verl_like.config.roles import RoleConfig, roles_of
 from verl_like.config.schema import keys, to_dict
 from verl_like.observe.redaction import redacted_tree
+from verl_like.registry import part
 from verl_like.remote_storage import RemoteFolder, is_remote
 from verl_like.small_files import parse_object, read_object, read_yaml
 
@@ -46,7 +46,7 @@ def fetch_resume(settings: TrainerConfig) -> None:
             RemoteFolder(url, "trainer.resume_from_path").download(name, fetched_path(settings))
     elif of_verl(settings):
         source = Path(str(settings.resume_from_path)).expanduser()
-        path, left = converted(source, fetched_path(settings).parent)
+        path, left = part("checkpoint", "from_verl")(source, fetched_path(settings).parent)
         logger.warning("%s, written by verl, is taken up as %s, without %s", source, path, "; ".join(left) or "more")
     if mode == "resume_path" or settings.default_hdfs_dir is None:
         return
@@ -105,7 +105,7 @@ def run_of(resume: Path | None, settings: TrainerConfig) -> str:
 def of_verl(settings: TrainerConfig) -> bool:
     """Whether the run begins with a checkpoint that verl wrote."""
     named = settings.resume_from_path if settings.resume_mode == "resume_path" else None
-    return named is not None and not is_remote(named) and is_verl_step(Path(named).expanduser())
+    return named is not None and not is_remote(named) and part("checkpoint", "is_verls")(Path(named).expanduser())
 
 
 def fetched_path(settings: TrainerConfig) -> Path:
@@ -270,8 +270,8 @@ def _faults(path: Path, roles: Sequence[RoleConfig]) -> list[str]:
 def _at(tree: dict[str, Any], key: str, default: Any) -> Any:
     """The value at a dotted path, or the default where the path ends early."""
     value: Any = tree
-    for part in key.split("."):
-        if not isinstance(value, dict) or part not in value:
+    for name in key.split("."):
+        if not isinstance(value, dict) or name not in value:
             return default
-        value = value[part]
+        value = value[name]
     return value

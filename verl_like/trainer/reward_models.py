@@ -11,11 +11,11 @@ from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.roles import REWARD, classifies, generates, reward_network
 from verl_like.models.families import refuse_vision
 from verl_like.models.loading import check_score_head, check_ulysses, end_token_ids, load_hf_config, load_tokenizer
+from verl_like.registry import part
+from verl_like.rewards.grading import ServedModel
 from verl_like.rewards.manager import RewardManager
-from verl_like.rewards.model_score import ModelScore
-from verl_like.rewards.served import ServedModel
-from verl_like.trainer.pools import Pools
-from verl_like.trainer.roles import RewardModelGroup
+from verl_like.trainer.roles import RewardModelHandle
+from verl_like.trainer.workers import Pools
 
 _PATH = "reward_model.model.path"
 
@@ -65,6 +65,7 @@ def use_reward_model(
         places = [place for place in found if place is not None]
         rewards.use_servers(ServedModel(path=section.model.path or "", places=places, lost=lost, end_ids=ends))
     elif REWARD in plan.roles:
-        scorer = RewardModelGroup(pools.of(REWARD), plan, balance=True, timeout_s=timeout_s)
+        scorer = RewardModelHandle(pools.of(REWARD), plan, balance=True, timeout_s=timeout_s)
         policy, own = tokenizers
-        rewards.use_model(ModelScore(section, scorer.scores, policy_tokenizer=policy, own_tokenizer=own))
+        model_score = part("reward_model", "score")
+        rewards.use_model(model_score(section, scorer.scores, policy_tokenizer=policy, own_tokenizer=own))

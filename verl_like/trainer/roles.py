@@ -38,7 +38,7 @@ class UpdateRules:
     actor: ActorConfig | None = None  # its options that act on whole mini-batches; None: the critic's update
 
 
-class RoleGroup:
+class RoleHandle:
     """One role of a worker group, with the driver's habits: balance rows, wait with a limit, join in order."""
 
     role: str  # its name in the plan, and in the calls "role.method"
@@ -143,7 +143,7 @@ class RoleGroup:
         return pending.wait(timeout=self.timeout_s)
 
 
-class ActorGroup(RoleGroup):
+class ActorHandle(RoleHandle):
     """The policy that is trained. on_change: called when its weights are no longer those that were synced."""
 
     role = ACTOR
@@ -164,7 +164,7 @@ class ActorGroup(RoleGroup):
         super().load(path)
 
 
-class ReferenceGroup(RoleGroup):
+class ReferenceHandle(RoleHandle):
     """The frozen policy."""
 
     role = REF
@@ -173,7 +173,7 @@ class ReferenceGroup(RoleGroup):
         return self.evaluate("log_probs", rollouts)
 
 
-class CriticGroup(RoleGroup):
+class CriticHandle(RoleHandle):
     """The value model."""
 
     role = CRITIC
@@ -187,13 +187,13 @@ def _repeated(shares: Sequence[Any], copies: int) -> list[tuple[Any]]:
     return [(share,) for share in shares for _ in range(copies)]
 
 
-class RewardModelGroup(RoleGroup):
+class RewardModelHandle(RoleHandle):
     """The reward model."""
 
     role = REWARD
 
     def scores(self, texts: Sequence[Sequence[int]]) -> list[float]:
-        """One number for each text, given as tokens; see workers.reward for how a text becomes a row."""
+        """One number for each text, given as tokens; see workers.roles.RewardWorker for how a text becomes a row."""
         count = len(texts)
         one = torch.ones(count, dtype=torch.int64)
         rows = Sequences(

@@ -30,8 +30,7 @@ from verl_like.observe.run_folder import CONFIG
 from verl_like.parallel.host_memory import tells_of_memory
 from verl_like.trainer.build import Prepared, prepared, resolve_world, started
 from verl_like.trainer.compose import save_resolved
-from verl_like.trainer.folders import check_output_folders, log_dir, profile_dir
-from verl_like.trainer.free_folder import with_free_folder
+from verl_like.trainer.folders import check_output_folders, log_dir, profile_dir, with_free_folder
 from verl_like.trainer.nsight import check_nsight, restart_under_nsight
 from verl_like.trainer.own_code import check_given, with_reward
 from verl_like.trainer.ppo import PPOTrainer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from verl_like.batch import Prompt, Rollouts, Scores
 from verl_like.episodes.answering import Answering
@@ -10,17 +11,13 @@ from verl_like.episodes.collector import Collector
 from verl_like.observe.validation import validation_metrics
 
 
+@dataclass(slots=True)
 class Validator:
     """Runs over the whole validation set; without one it returns no metrics."""
 
-    def __init__(
-        self,
-        batches: Callable[[], Iterable[list[Prompt]]],
-        how: Answering,
-        *,
-        on_samples: Callable[[int, list[tuple[Rollouts, Scores]]], None],
-    ) -> None:
-        self.batches, self.how, self.on_samples = batches, how, on_samples
+    batches: Callable[[], Iterable[list[Prompt]]]
+    how: Answering
+    on_samples: Callable[[int, list[tuple[Rollouts, Scores]]], None]
 
     def run(self, collector: Collector, step: int) -> dict[str, float]:
         """val-core/* and val-aux/* of the weights that the rollout engine holds.

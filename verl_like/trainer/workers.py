@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from verl_like.cluster.worker_group import WorkerGroup, new_run_id
 from verl_like.config import PPOConfig
+from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.errors import ConfigError
 from verl_like.config.pools import MAIN_POOL, Pool
 from verl_like.config.roles import ROLLOUT
@@ -31,6 +32,32 @@ Groups = Mapping[str, WorkerGroup]  # by the pool's name
 Workers = Callable[[WorkerSpec, str], AbstractContextManager[Groups]]  # of a spec and a device
 Group = TypeVar("Group", bound=WorkerGroup)
 _ROOM_S = 10.0  # how long the driver waits for devices of a replica in place of a lost one
+
+
+class Pools:
+    """What the driver asks of the processes as such, whatever roles they host."""
+
+    def __init__(self, groups: Mapping[str, WorkerGroup], plan: BatchPlan, timeout_s: float) -> None:
+        """groups: by the pool's name, as in the plan."""
+        self.groups, self._plan, self._timeout_s = groups, plan, timeout_s
+        self.reachable: Callable[[], AbstractContextManager[None]] = nullcontext  # inside, every process can be called
+
+    def of(self, role: str) -> WorkerGroup:
+        """The processes that host a role."""
+        return self.groups[self._plan.pool_of(role).name]
+
+    def ask(self, method: str, *arguments: Any) -> list[Any]:
+        """A method of every process; the answers of all pools."""
+        with self.reachable():
+            pending = [group.call_all(method, *arguments) for group in self.groups.values()]
+            return [answer for each in pending for answer in each.wait(timeout=self._timeout_s)]
+
+    @contextmanager
+    def profiled(self, step: int) -> Iterator[None]:
+        """Record everything that the workers do inside; each chosen rank writes its trace at the end."""
+        self.ask("start_profile", step)
+        yield
+        self.ask("stop_profile")
 
 
 class Launcher:

@@ -22,12 +22,11 @@ from verl_like.engine.fsdp import FSDPEngine
 from verl_like.observe.memory import PhaseMemory, allocated_bytes
 from verl_like.parallel.device_peak import DevicePeak, device_peak
 from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
+from verl_like.registry import part
 from verl_like.user_code import EXTERNAL_MODULES, import_modules
 from verl_like.workers.profiling import WorkerProfiler
 from verl_like.workers.residency import Phase, Residency
-from verl_like.workers.reward import build_reward_worker
-from verl_like.workers.reward_server import RewardServer
-from verl_like.workers.roles import ActorRole, CriticRole, ReferenceRole
+from verl_like.workers.roles import ActorRole, CriticRole, ReferenceRole, reward_worker_class
 from verl_like.workers.rollout import RolloutRole
 from verl_like.workers.spec import WorkerSpec
 from verl_like.workers.weights import WeightsReceiver, WeightsSender, WeightsWithin
@@ -104,7 +103,11 @@ class RoleHost:
         plans = spec.plan.roles
         makers = {
             CRITIC: lambda: CriticRole(spec, self.process),
-            REWARD: lambda: build_reward_worker(spec, self.process) if REWARD in plans else RewardServer(spec, env),
+            REWARD: lambda: (
+                reward_worker_class(spec.config.reward_model)(spec, self.process)
+                if REWARD in plans
+                else part("reward_model", "server")(spec, env)
+            ),
             ACTOR: lambda: ActorRole(spec, self.process),
             REF: lambda: ReferenceRole(spec, self.process, self.roles.get(ACTOR)),
             ROLLOUT: lambda: RolloutRole(spec, self.process, env),

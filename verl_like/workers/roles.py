@@ -1,4 +1,4 @@
-"""The roles of a worker that are training engines: actor, critic and reference."""
+"""The roles of a worker that are training engines: actor, critic, reference, and a reward model that gives numbers."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import torch
 
 from verl_like.algorithms.objectives import PolicyObjective, ValueObjective
 from verl_like.batch import Denominators, Evaluated, Experience, Metric, Sequences
+from verl_like.config import RewardModelConfig
 from verl_like.config.batch_plan import needs_sum_pi_squared, two_policies
-from verl_like.config.roles import ACTOR, CRITIC, REF
+from verl_like.config.roles import ACTOR, CRITIC, REF, REWARD
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.engine.train_engine import ENTROPY, FULL_KL, LOG_PROBS, SUM_PI_SQUARED, VALUES
 from verl_like.models.heads import PolicyModel
 from verl_like.observe.metrics import memory_metrics
 from verl_like.parallel.dist import ProcessInfo
+from verl_like.user_code import check_call, load
 from verl_like.workers.spec import WorkerSpec
 
 
@@ -157,3 +159,33 @@ class ReferenceRole:
         """The doctor sees to it that the two share a pool where the reference needs the actor."""
         assert self._actor is not None
         return self._actor
+
+
+class RewardWorker:
+    """One rank of the reward model, a sequence classifier with one output that only scores. Its engine keeps on the
+    device only what its fsdp_config says."""
+
+    def __init__(self, spec: WorkerSpec, process: ProcessInfo) -> None:
+        self.rule = spec.plan.roles[REWARD].forward
+        self.engine = build_engine(spec, process, REWARD)
+
+    def scores(self, batch: Sequences) -> Evaluated:
+        """values_T [B]: the head's output at the last token of each row's prompt.
+
+        A row is a whole text as its prompt, with one placeholder as its response: the value in front of that is the one
+        at the text's end, and no token of the text sees it.
+        """
+        out = self.engine.forward(batch, want=frozenset({"values"}), rule=self.rule)
+        return Evaluated(response_length_B=batch.response_length_B, values_T=out["values"])
+
+
+def reward_worker_class(section: RewardModelConfig) -> type[RewardWorker]:
+    """RewardWorker, or the class that reward_model.worker_class names. ValueError if that cannot do its work."""
+    if section.worker_class is None:
+        return RewardWorker
+    key = f"reward_model.worker_class={section.worker_class}"
+    found = load(section.worker_class, "reward_model.worker_class")
+    if not isinstance(found, type) or not callable(getattr(found, "scores", None)):
+        raise ValueError(f"{key} must be a class with scores(batch) -> Evaluated, as {__name__}.RewardWorker has it")
+    check_call(found, key, "spec", "process")
+    return found

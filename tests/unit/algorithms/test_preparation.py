@@ -11,8 +11,7 @@ import torch
 from tests.unit.algorithms.builders import evaluated, experience, rollouts, scores
 from verl_like.algorithms.completeness import complete
 from verl_like.algorithms.experience import make_experience
-from verl_like.algorithms.preparation import prepare_batch, prepare_minibatch
-from verl_like.algorithms.sample_weights import difficulties, sample_weights
+from verl_like.algorithms.preparation import difficulties, prepare_batch, prepare_minibatch, sample_weights
 from verl_like.batch import Experience, PromptRow
 from verl_like.config import ActorConfig, AlgorithmConfig, PolicyLossConfig, SampleWeightConfig
 

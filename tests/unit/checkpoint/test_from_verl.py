@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.e2e.support import overrides, write_task
 from tests.unit.engine import tiny
-from verl_like.checkpoint.from_verl import converted, is_verl_step
 from verl_like.checkpoint.layout import LATEST_FILE, find_latest
+from verl_like.kit.coming_from.verl_checkpoints import converted, is_verl_step
 from verl_like.models.heads import HF_PREFIX
 from verl_like.observe.run_folder import read_metrics
 from verl_like.parallel.dist import ProcessInfo, shutdown_distributed

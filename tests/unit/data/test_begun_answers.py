@@ -20,8 +20,9 @@ from verl_like.episodes.transcript import Transcript
 from verl_like.plugins.agents.gateway.session import Asked, Rules, Session
 from verl_like.plugins.agents.tool_agent import Bounds, ToolAgent
 from verl_like.plugins.agents.tool_calls.formats import parser_of
+from verl_like.plugins.reward_models.model_score import ModelScore
 from verl_like.plugins.verl_agents.service import _templated
-from verl_like.rewards.model_score import Answer, ModelScore
+from verl_like.rewards.grading import Answer
 from verl_like.rollout.rollout_engine import Completion, Sampled, SamplingParams
 
 USER = {"role": "user", "content": "2+2?"}

@@ -15,10 +15,10 @@ from tests.unit.data.factory import CharTokenizer, text_of, write_prompts
 from tests.unit.observe import factory
 from verl_like.config import CustomClassConfig, DataConfig
 from verl_like.config.data import SamplerConfig
-from verl_like.data.curriculum import CustomSampler, scored_batch
 from verl_like.data.dataset import Dataset
 from verl_like.data.foreign import build_dataset
 from verl_like.data.loader import PromptLoader
+from verl_like.plugins.samplers.curriculum import CustomSampler, scored_batch
 from verl_like.user_code import load_class
 
 SAMPLERS = """

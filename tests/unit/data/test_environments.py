@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from verl_like.config import EnvConfig, EnvGroupsConfig
-from verl_like.data.environments import EnvironmentDataset, kinds_of, tags_of_groups
+from verl_like.plugins.games.dataset import EnvironmentDataset, kinds_of, tags_of_groups
 
 
 class Encoder:

@@ -13,8 +13,8 @@ from tests.unit.data.factory import CharTokenizer, write_prompts
 from verl_like.config import DataConfig
 from verl_like.data.dataset import PromptDataset
 from verl_like.data.loader import PromptLoader
-from verl_like.data.mixing import WeightedSampler
 from verl_like.data.sampler import ResumableSampler
+from verl_like.plugins.samplers.mixing import WeightedSampler
 
 DOMAINS = ["a"] * 30 + ["b"] * 10 + ["c"] * 5
 WEIGHTS = {"a": 0.5, "b": 0.3, "c": 0.2}

@@ -13,7 +13,7 @@ from tests.unit.engine.tiny import PolicyLoss, build_engine, denominators, exper
 from verl_like.batch import Experience, pad_rows
 from verl_like.config.batch_plan import MicroBatchRule
 from verl_like.engine.fsdp import FSDPEngine
-from verl_like.engine.gradients import minibatch_gradients
+from verl_like.kit.selfcheck.check import minibatch_gradients
 from verl_like.models import families
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.rollout.rollout_engine import Completion

@@ -13,8 +13,8 @@ from verl_like.batch import Experience, Sequences
 from verl_like.config.batch_plan import MicroBatchRule
 from verl_like.config.fsdp import FSDPConfig
 from verl_like.engine.fsdp import FSDPEngine
-from verl_like.engine.gradients import minibatch_gradients
 from verl_like.engine.train_engine import LossFn
+from verl_like.kit.selfcheck.check import minibatch_gradients
 from verl_like.parallel.dist import ProcessInfo
 
 RULE = MicroBatchRule(max_tokens=24)

@@ -19,12 +19,11 @@ from verl_like.data.sampler import ResumableSampler
 from verl_like.episodes.answering import Answering
 from verl_like.episodes.collector import Collector
 from verl_like.episodes.episode import EpisodeRunner, SingleTurn
-from verl_like.rewards.grading import Graded, Grading, Scorer, require_enough
-from verl_like.rewards.model_score import Answer
+from verl_like.kit.bench.fake_time import FakeTimeEngine, FakeTimeRollout
+from verl_like.rewards.grading import Answer, Graded, Grading, Scorer, require_enough
 from verl_like.rewards.parts import Part
 from verl_like.rewards.reward_call import RewardCall, RewardOutcome
 from verl_like.rollout.client import LocalLink, RolloutClient
-from verl_like.rollout.fake_time import FakeTimeEngine, FakeTimeRollout
 from verl_like.rollout.rollout_engine import GenerationRequest, RolloutError, Sampled, SamplingParams
 from verl_like.rollout.router import Router
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.unit.episodes.test_flow import expected, length_of, rules
 
 from tests.unit.episodes.fleet import N, collector, dataset
-from tests.unit.episodes.test_flow import expected, length_of, rules
 from verl_like.episodes.episode import SingleTurn
-from verl_like.rollout.fake_time import FakeTimeEngine
+from verl_like.kit.bench.fake_time import FakeTimeEngine
 
 ROWS, BATCH, KILLS = 48, 4, 9
 

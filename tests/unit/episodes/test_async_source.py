@@ -26,7 +26,7 @@ from verl_like.episodes import partial_responses
 from verl_like.episodes.answering import Collection, Trail
 from verl_like.episodes.episode import Ask, Episode, SingleTurn
 from verl_like.heartbeat import EPISODE
-from verl_like.rollout.fake_time import FakeTimeEngine, tokens_of
+from verl_like.kit.bench.fake_time import FakeTimeEngine, tokens_of
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutError, SamplingParams, request_seed
 
 ROWS = 24

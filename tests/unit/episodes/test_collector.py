@@ -22,11 +22,11 @@ from verl_like.data.dataset import PromptDataset
 from verl_like.episodes.answering import Answering
 from verl_like.episodes.episode import Ask, Episode, EpisodeFailure, SingleTurn, Turn
 from verl_like.episodes.outcomes import Policies
+from verl_like.kit.bench.fake_time import FakeTimeEngine, tokens_of
 from verl_like.models.images import MediaError
 from verl_like.observe.logs import DiscreetFormatter
 from verl_like.rewards.grading import RewardError
 from verl_like.rewards.reward_call import RewardOutcome
-from verl_like.rollout.fake_time import FakeTimeEngine, tokens_of
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutError, SamplingParams, request_seed
 from verl_like.rollout.wire_errors import heard, told
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.unit.episodes.fleet import collector, dataset
+from verl_like.kit.bench.fake_time import tokens_of
 from verl_like.rollout.client import RolloutClient
-from verl_like.rollout.fake_time import tokens_of
 from verl_like.rollout.rollout_engine import GenerationRequest, SamplingParams
 
 PAGE = Path(__file__).parents[3] / "docs" / "rollout.md"

@@ -19,7 +19,7 @@ from verl_like.episodes.episode import Episode
 from verl_like.plugins.agents.external import ExternalChat
 from verl_like.plugins.agents.gateway.server import GatewayServer
 from verl_like.plugins.agents.gateway.session import Session
-from verl_like.rewards.http_json import ServiceError
+from verl_like.plugins.http_json import ServiceError
 from verl_like.rollout.rollout_engine import SamplingParams
 
 pytestmark = pytest.mark.timeout(60)

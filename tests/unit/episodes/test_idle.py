@@ -15,8 +15,8 @@ from verl_like.batch import Prompt
 from verl_like.config import AlgorithmConfig
 from verl_like.episodes.async_source import IdleClock
 from verl_like.episodes.episode import Ask, Episode, SingleTurn
+from verl_like.kit.bench.fake_time import FakeTimeEngine
 from verl_like.rollout.client import Occupancy
-from verl_like.rollout.fake_time import FakeTimeEngine
 
 
 def quick() -> FakeTimeEngine:

@@ -15,7 +15,7 @@ from verl_like.config.model import ModelConfig
 from verl_like.models import packing
 from verl_like.models.loading import build_meta_model, load_hf_config
 from verl_like.models.tensor_plan import check_engine, check_model, take_slice, tensor_plan
-from verl_like.parallel.ulysses import SequenceGroup
+from verl_like.parallel.ulysses import SequenceRanks
 
 
 def model(path: Path, family: str = "qwen2", **changes: Any) -> tuple[ModelConfig, PretrainedConfig]:
@@ -120,7 +120,7 @@ def test_slices_keep_the_positions_of_all_tokens() -> None:
     rows = experience(3)
     whole = packing.pack(rows, packing.response_positions(rows, sampled_only=False), torch.device("cpu"))
     total = whole.input_ids.shape[1]
-    parts = [take_slice(whole, SequenceGroup(group=None, size=4, rank=rank)) for rank in range(4)]  # type: ignore[arg-type]
+    parts = [take_slice(whole, SequenceRanks(group=None, size=4, rank=rank)) for rank in range(4)]  # type: ignore[arg-type]
     assert torch.equal(torch.cat([part.input_ids for part in parts], 1)[:, :total], whole.input_ids)
     for part in parts:
         assert part.segments is not None and part.segments.parallel is None

@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl_like.observe.advice import Settings, advise
+from verl_like.kit.speed.advice import Settings, advise
 
 GOOD = Settings(
     token_budget=1000,

@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import pytest
 
+from verl_like.kit.speed.report import SpeedReport
 from verl_like.observe import live_display
 from verl_like.observe.console import StepTable
-from verl_like.trainer import speed
 
 METRICS = {
     "critic/score/mean": 0.51234,
@@ -62,8 +62,8 @@ def test_advice_is_given_again_after_a_pause_only(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     taking_turns = ["grading takes 20% of the step", "grading takes 35% of the step", None, "raise rollout.n"] * 14
-    monkeypatch.setattr(speed, "advise", lambda *_: taking_turns.pop(0))
-    report = speed.SpeedReport(cast(Any, None), cast(Any, None))
+    monkeypatch.setattr("verl_like.kit.speed.report.advise", lambda *_: taking_turns.pop(0))
+    report = SpeedReport(cast(Any, None), cast(Any, None))
     with caplog.at_level(logging.INFO, logger="verl_like"):
         for _ in range(53):
             report.log({"step": 1.0, "gen": 0.5}, {"perf/floor_ratio/gen": 602.5})

@@ -15,8 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.listeners import listening
 from verl_like import live_metrics
 from verl_like.config import TrainerConfig
-from verl_like.observe.prometheus import PrometheusTracker
 from verl_like.observe.trackers import build_trackers, check_trackers
+from verl_like.plugins.trackers.prometheus import PrometheusTracker
 
 
 class Pool:
@@ -59,8 +59,8 @@ def test_the_newest_values_are_served_on_this_machine_alone(tmp_path: Path) -> N
 
 
 def test_who_says_nothing_is_cut_and_keeps_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verl_like.observe.prometheus._VISIT_S", 0.4)
-    monkeypatch.setattr("verl_like.observe.prometheus._MOST_VISITS", 4)
+    monkeypatch.setattr("verl_like.plugins.trackers.prometheus._VISIT_S", 0.4)
+    monkeypatch.setattr("verl_like.plugins.trackers.prometheus._MOST_VISITS", 4)
     tracker = PrometheusTracker(TrainerConfig(logger=[], prometheus_port=0), "run-1")
     try:
         port = int(tracker.address.split(":")[2].partition("/")[0])

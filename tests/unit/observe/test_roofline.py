@@ -2,8 +2,7 @@
 
 import pytest
 
-from verl_like.models.cost import ModelCost
-from verl_like.observe.roofline import (
+from verl_like.kit.speed.roofline import (
     RunShape,
     generation_floor,
     phase_flops,
@@ -11,6 +10,7 @@ from verl_like.observe.roofline import (
     speed_metrics,
     sync_floor,
 )
+from verl_like.models.cost import ModelCost
 from verl_like.parallel.device_peak import DevicePeak
 
 MODEL = ModelCost(body_weights=100, head_weights=10, all_weights=120, attention_width=1, cache_width=2, windows=(None,))

@@ -13,7 +13,7 @@ from tests.unit.engine import scenarios, tiny
 from tests.unit.engine.tiny import build_engine
 from verl_like.models import packing
 from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
-from verl_like.parallel.ulysses import SequenceGroup, repeated_key_heads
+from verl_like.parallel.ulysses import SequenceRanks, repeated_key_heads
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_slices_cover_every_wanted_token_once() -> None:
     """Ten tokens over three ranks: four each, two of padding at the end; targets cross the cut."""
     rows = tiny.experience(3, max_response=4)
     whole = packing.pack(rows, packing.response_positions(rows, sampled_only=False), torch.device("cpu"))
-    groups = [SequenceGroup(group=None, size=3, rank=rank) for rank in range(3)]  # type: ignore[arg-type]
+    groups = [SequenceRanks(group=None, size=3, rank=rank) for rank in range(3)]  # type: ignore[arg-type]
     slices = [packing.take_slice(whole, group) for group in groups]
     assert len({part.input_ids.shape for part in slices}) == 1
     total = whole.input_ids.shape[1]
@@ -78,7 +78,7 @@ def test_slices_of_shared_prompts() -> None:
     whole = packing.pack(rows, wanted, torch.device("cpu"), share_prompts=True)
     total = whole.input_ids.shape[1]
     size = next(n for n in (3, 4, 5, 7) if total % n)
-    part = packing.take_slice(whole, SequenceGroup(group=None, size=size, rank=0))  # type: ignore[arg-type]
+    part = packing.take_slice(whole, SequenceRanks(group=None, size=size, rank=0))  # type: ignore[arg-type]
     assert whole.segments is not None and part.segments is not None
     filling = part.input_ids.shape[1] * size - total
     assert whole.segments.layout is not None and part.segments.layout is not None

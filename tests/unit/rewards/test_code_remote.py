@@ -17,7 +17,7 @@ from tests.unit.rewards.factory import CharTokenizer, make_rollouts
 from verl_like.config import CustomRewardFunctionConfig, DataConfig, RewardModelConfig
 from verl_like.config.reward_execution import SandboxFusionConfig
 from verl_like.plugins.code_grading import code
-from verl_like.rewards.http_json import ServiceError
+from verl_like.plugins.http_json import ServiceError
 from verl_like.rewards.manager import RewardManager
 
 pytestmark = pytest.mark.timeout(60)

@@ -14,7 +14,7 @@ import pytest
 from tests.unit.rewards.factory import CharTokenizer, make_rollouts
 from verl_like.config import CustomRewardFunctionConfig, DataConfig, JudgeConfig, RewardModelConfig
 from verl_like.config.reward_execution import SandboxFusionConfig
-from verl_like.rewards.judge import Judge, RateLimit
+from verl_like.plugins.reward_models.judge import Judge, RateLimit
 from verl_like.rewards.manager import RewardManager
 from verl_like.rewards.reward_call import RewardCall
 

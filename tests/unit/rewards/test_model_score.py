@@ -13,9 +13,9 @@ import torch
 from tests.unit.rewards.factory import CharTokenizer, make_rollouts
 from verl_like.batch import PromptRow, Scores
 from verl_like.config import CustomRewardFunctionConfig, DataConfig, RewardModelConfig
-from verl_like.rewards.grading import to_scores
+from verl_like.plugins.reward_models.model_score import ModelScore
+from verl_like.rewards.grading import Answer, to_scores
 from verl_like.rewards.manager import RewardManager
-from verl_like.rewards.model_score import Answer, ModelScore
 from verl_like.rewards.reward_call import RewardOutcome
 
 

@@ -31,7 +31,6 @@ from verl_like.config import (
     SampleWeightConfig,
 )
 from verl_like.config.reward_execution import JudgeConfig
-from verl_like.data.curriculum import scored_batch
 from verl_like.episodes.answering import Member
 from verl_like.episodes.episode import Episode, Turn
 from verl_like.episodes.outcomes import Policies
@@ -39,10 +38,11 @@ from verl_like.observe.samples import to_json
 from verl_like.observe.validation import majority_of, validation_metrics
 from verl_like.plugins.agents.tools.text import to_reward
 from verl_like.plugins.games.forms import step_of
-from verl_like.rewards.grading import to_scores
-from verl_like.rewards.judge import Judge
+from verl_like.plugins.reward_models.judge import Judge
+from verl_like.plugins.reward_models.model_score import ModelScore
+from verl_like.plugins.samplers.curriculum import scored_batch
+from verl_like.rewards.grading import Answer, to_scores
 from verl_like.rewards.manager import RewardManager
-from verl_like.rewards.model_score import Answer, ModelScore
 from verl_like.rewards.reward_call import RewardCall, RewardOutcome
 from verl_like.rewards.worker import _outcomes, to_outcome
 from verl_like.rollout.rollout_engine import Sampled

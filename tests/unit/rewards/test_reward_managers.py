@@ -17,9 +17,8 @@ import torch
 
 from tests.unit.rewards.factory import CharTokenizer, make_rollouts
 from verl_like.config import CustomRewardFunctionConfig, DataConfig, RewardModelConfig
-from verl_like.rewards.grading import RewardError
+from verl_like.rewards.grading import Answer, RewardError
 from verl_like.rewards.manager import RewardManager
-from verl_like.rewards.model_score import Answer
 from verl_like.rewards.reward_call import RewardCall, RewardFunctionError, ScorerSpec
 from verl_like.services.pool import WorkerPool
 

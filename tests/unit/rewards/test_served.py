@@ -14,9 +14,8 @@ from verl_like.batch import RewardFailure
 from verl_like.config import CustomRewardFunctionConfig, DataConfig, JudgeConfig, RewardModelConfig
 from verl_like.config.reward_rollout import RewardRolloutConfig
 from verl_like.rewards import served as served_module
+from verl_like.rewards.grading import Answer, ServedModel
 from verl_like.rewards.manager import RewardManager
-from verl_like.rewards.model_score import Answer
-from verl_like.rewards.served import ServedModel
 
 pytestmark = pytest.mark.timeout(60)
 

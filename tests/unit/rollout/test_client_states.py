@@ -28,8 +28,8 @@ from hypothesis.stateful import (
 )
 
 from tests.unit.rollout.wire import LIMIT_S, Network, Wire
+from verl_like.kit.bench.fake_time import FakeTimeEngine, SimulatedLink, VirtualClock, tokens_of
 from verl_like.rollout.client import LocalLink
-from verl_like.rollout.fake_time import FakeTimeEngine, SimulatedLink, VirtualClock, tokens_of
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutError, SamplingParams
 from verl_like.rollout.router import Router
 from verl_like.rollout.step_loop import StepLoop

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from verl_like.rollout.fake_time import FakeTimeEngine, FakeTimeRollout, VirtualClock, long_tailed, tokens_of
+from verl_like.kit.bench.fake_time import FakeTimeEngine, FakeTimeRollout, VirtualClock, long_tailed, tokens_of
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutError, SamplingParams
 
 LIMIT_S = 20.0

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from verl_like.parallel.checksum import Slice, checksum, checksum_of, sketch, total
-from verl_like.rollout import vllm_compat
+from verl_like.plugins.vllm import compat
 from verl_like.rollout.held_weights import Held, Layout, checksums, held_by, sketches
 
 HEADS, KV, WIDTH, HIDDEN, VOCAB = 4, 2, 6, 8, 11  # rows of q: HEADS x 2, of k and v: KV x 2
@@ -72,7 +72,7 @@ def told(models: list[nn.Module], monkeypatch: pytest.MonkeyPatch) -> list[list[
             into[:] = everyones or [mine] * size
 
         monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
-        found = checksums(held_by(models[rank], layout, vllm_compat), layout, torch.float32, "group")
+        found = checksums(held_by(models[rank], layout, compat), layout, torch.float32, "group")
         return found if everyones else sent[0]
 
     everyones = [ask(rank, None) for rank in range(size)]
@@ -148,7 +148,7 @@ def test_a_fused_tensor_of_the_hub_counts_where_its_rows_are_known(listed: bool,
         rows = [part[rank * size : (rank + 1) * size] for part, size in zip(whole.chunk(3), sizes, strict=True)]
         model.a.qkv = Part({"output_partition_sizes": sizes}, weight=torch.cat(rows))
         vars(model)["packed_modules_mapping"] = {"qkv": ["qkv"]} if listed else {}
-        held = list(held_by(model, layout, vllm_compat))
+        held = list(held_by(model, layout, compat))
         assert len(held) == told
         total += sum(checksum_of(item.part) for item in held)
     assert bool(total == checksum(whole)) == bool(told)
@@ -159,11 +159,9 @@ def test_a_tensor_held_in_another_precision_must_lose_nothing() -> None:
     sent = torch.randn(8, generator=torch.Generator().manual_seed(0)).bfloat16()
     model = nn.Module()
     model.b = Part(bias=sent.float())
-    assert checksums(held_by(model, layout, vllm_compat), layout, torch.bfloat16, None) == [
-        ("b.bias", int(checksum(sent)))
-    ]
+    assert checksums(held_by(model, layout, compat), layout, torch.bfloat16, None) == [("b.bias", int(checksum(sent)))]
     model.b.bias.data[0] *= 1 + 1e-5
-    ((_, number),) = checksums(held_by(model, layout, vllm_compat), layout, torch.bfloat16, None)
+    ((_, number),) = checksums(held_by(model, layout, compat), layout, torch.bfloat16, None)
     assert number != int(checksum(sent))
 
 
@@ -178,8 +176,8 @@ def test_a_packed_layer_is_unpacked_bit_for_bit(
     layer = Part(
         {"cpu_linear": lambda x, _, bias: x @ weight.t(), "input_size": inputs}, weight=torch.empty(0).to(dtype)
     )
-    monkeypatch.setattr(vllm_compat, "_IDENTITY_ROWS", 5)
-    unpacked = vllm_compat.unpacked_linear(layer)
+    monkeypatch.setattr(compat, "_IDENTITY_ROWS", 5)
+    unpacked = compat.unpacked_linear(layer)
     assert unpacked is not None and torch.equal(unpacked, weight)
     assert checksum(unpacked) == checksum(weight)
 
@@ -192,7 +190,7 @@ def test_a_tied_head_is_told_by_the_name_of_the_embedding() -> None:
     model.head = Part({"cpu_linear": lambda x, _, bias: x @ old.t()})
     model.head.register_parameter("weight", model.embed.weight)
     layout = Layout({"embed.weight": weight.shape}, rank=0, size=1)
-    parts = list(held_by(model, layout, vllm_compat))
+    parts = list(held_by(model, layout, compat))
     assert {part.name for part in parts} == {"embed.weight"}
     assert {int(checksum_of(part.part)) for part in parts} == {int(checksum(weight)), int(checksum(old))}
     assert len(checksums(iter(parts), layout, torch.float32, None)) == len(parts)
@@ -206,7 +204,7 @@ def test_packed_experts_are_put_in_order() -> None:
         plain = torch.randn(3, 96, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
         packed = cpu_prepack_moe_weight(plain, "vec")
         assert not torch.equal(packed, plain)
-        assert torch.equal(vllm_compat._unpacked(packed, "vec"), plain)
+        assert torch.equal(compat._unpacked(packed, "vec"), plain)
 
 
 def test_totals_do_not_depend_on_who_adds() -> None:

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from verl_like import live_metrics
+from verl_like.kit.bench.fake_time import FakeTimeEngine, FakeTimeRollout, SimulatedLink, VirtualClock, tokens_of
 from verl_like.rollout.client import Events, LocalLink
-from verl_like.rollout.fake_time import FakeTimeEngine, FakeTimeRollout, SimulatedLink, VirtualClock, tokens_of
 from verl_like.rollout.rollout_engine import (
     Completion,
     GenerationRequest,

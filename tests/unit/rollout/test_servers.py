@@ -11,9 +11,8 @@ import pytest
 from verl_like.cluster.worker_group import RankEnv
 from verl_like.config import EngineKwargsConfig, PPOConfig
 from verl_like.config.reward_rollout import RewardRolloutConfig
-from verl_like.rollout import servers
-from verl_like.rollout.servers import server_command, server_environment
-from verl_like.workers.reward_server import RewardServer
+from verl_like.plugins.reward_models import server
+from verl_like.plugins.reward_models.server import RewardServer, server_command, server_environment
 from verl_like.workers.spec import WorkerSpec
 
 PLACE: dict[str, Any] = {"host": "127.0.0.1", "port": 8123, "trust_remote_code": False}
@@ -31,7 +30,7 @@ def options(command: list[str]) -> dict[str, list[str]]:
 
 
 def test_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers.vllm_versions, "version", lambda: "0.32.0")
+    monkeypatch.setattr(server.versions, "version", lambda: "0.32.0")
     rollout = RewardRolloutConfig(
         name="vllm",
         prompt_length=100,
@@ -105,8 +104,8 @@ def test_the_first_rank_of_each_group_has_a_server(monkeypatch: pytest.MonkeyPat
 
         def end(self) -> None: ...
 
-    monkeypatch.setattr("verl_like.workers.reward_server.Server", Noted)
-    monkeypatch.setattr(servers.vllm_versions, "version", lambda: "0.32.0")
+    monkeypatch.setattr("verl_like.plugins.reward_models.server.Server", Noted)
+    monkeypatch.setattr(server.versions, "version", lambda: "0.32.0")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     config = PPOConfig()
     config.reward_model.rollout = RewardRolloutConfig(name="vllm", tensor_model_parallel_size=2)

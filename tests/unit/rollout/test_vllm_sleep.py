@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from verl_like.rollout import vllm_compat
+from verl_like.plugins.vllm import compat
+from verl_like.plugins.vllm.engine import VLLMRolloutEngine, _Running
 from verl_like.rollout.rollout_engine import GenerationRequest, SamplingParams, UnloadedError
 from verl_like.rollout.step_loop import StepLoop
-from verl_like.rollout.vllm import VLLMRolloutEngine, _Running
 
 
 class Recorder:
@@ -40,9 +40,9 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> VLLMRolloutEngine:
     made._sleep_mode, made._asleep, made._version = True, set(), None
     made.keeps_adapters, made._running = False, {}
     made._loop = StepLoop(made, device=torch.device("cpu"))
-    monkeypatch.setattr(vllm_compat, "reload", lambda llm, stream: llm.events.append("reload"))
-    monkeypatch.setattr(vllm_compat, "drop_caches", lambda llm: None)
-    monkeypatch.setattr(vllm_compat, "stop", lambda llm: llm.events.append("stop"))
+    monkeypatch.setattr(compat, "reload", lambda llm, stream: llm.events.append("reload"))
+    monkeypatch.setattr(compat, "drop_caches", lambda llm: None)
+    monkeypatch.setattr(compat, "stop", lambda llm: llm.events.append("stop"))
     return made
 
 
@@ -72,7 +72,7 @@ def test_nothing_is_woken_twice_after_a_failed_load(engine: VLLMRolloutEngine, m
 
     engine.sleep()
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="planted"):
-        patch.setattr(vllm_compat, "reload", fail)
+        patch.setattr(compat, "reload", fail)
         engine.load_weights([], version=1)
     assert engine.weight_version is None
     engine.load_weights([], version=2)

@@ -6,7 +6,7 @@ import importlib
 
 import pytest
 
-from verl_like.rollout import vllm_compat
+from verl_like.plugins.vllm import compat
 
 
 @pytest.mark.engines
@@ -16,6 +16,6 @@ def test_kernels_are_found_where_numba_was_imported(monkeypatch: pytest.MonkeyPa
     monkeypatch.delattr(dispatcher, "vars", raising=False)
     lib = importlib.import_module("llvmlite.binding.ffi").lib
     assert not isinstance(vars(lib), dict)  # what it falls over
-    vllm_compat._look_at_dictionaries_alone()
+    compat._look_at_dictionaries_alone()
     dispatcher._rebind_kernels([])
-    assert dispatcher.vars(vllm_compat)["start"] is vllm_compat.start and not dispatcher.vars(lib)
+    assert dispatcher.vars(compat)["start"] is compat.start and not dispatcher.vars(lib)

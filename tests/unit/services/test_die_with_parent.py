@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.rewards.test_manager import gone
-from verl_like.services import die_with_parent
+from verl_like.plugins.agents.tools import die_with_parent
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 PARENT = """

@@ -18,9 +18,9 @@ from verl_like.checkpoint import layout
 from verl_like.checkpoint.checksums import collect
 from verl_like.checkpoint.files import linked_folders
 from verl_like.checkpoint.lock import RunLock, RunLocked
-from verl_like.checkpoint.weights import SafetensorsFolder
 from verl_like.config import TrainerConfig
 from verl_like.config.errors import ConfigError
+from verl_like.kit.stored_weights import SafetensorsFolder
 from verl_like.observe.run_folder import read_metrics, read_run
 from verl_like.trainer.best import BEST_FILE, Best
 from verl_like.trainer.checkpoints import Checkpoints

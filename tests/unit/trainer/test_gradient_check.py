@@ -418,7 +418,7 @@ def test_a_mean_of_means_over_ranks_is_found(
     sound = prepared("by token")
     main = sound.work.policy[0]
     first = sound.check.measure(sound.engine, main, main.shares[1][0])
-    monkeypatch.setattr(roles.RoleGroup, "_append_minibatch", append)
+    monkeypatch.setattr(roles.RoleHandle, "_append_minibatch", append)
     shares = driver.shares_of(sound.check.settings(), main.material, main.old, ranks=2)
     case = dataclasses.replace(main, shares=main.shares | {2: shares})
     findings = sound.check.in_processes(2, dataclasses.replace(sound.work, policy=[case]), first)

@@ -17,14 +17,14 @@ from verl_like.algorithms.objectives import PolicyObjective
 from verl_like.batch import Evaluated, Experience, Metric
 from verl_like.config import ActorConfig, PolicyLossConfig, PPOConfig, SampleWeightConfig
 from verl_like.config.batch_plan import BatchPlan
+from verl_like.kit.bench.fake_time import FakeTimeEngine, FakeTimeRollout, tokens_of
 from verl_like.models.shared_prompts import shared_prefixes
 from verl_like.rollout.client import RolloutClient
-from verl_like.rollout.fake_time import FakeTimeEngine, FakeTimeRollout, tokens_of
 from verl_like.rollout.link import LinkServer
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, SamplingParams, request_seed
 from verl_like.trainer.dispatch import RowBalance
 from verl_like.trainer.replicas import RolloutGroup
-from verl_like.trainer.roles import ActorGroup, CriticGroup, UpdateRules, average_steps
+from verl_like.trainer.roles import ActorHandle, CriticHandle, UpdateRules, average_steps
 from verl_like.trainer.weights import Weights
 from verl_like.weight_sync.sync import SyncReport
 
@@ -197,7 +197,7 @@ def test_nothing_is_sampled_from_weights_that_are_not_the_actors() -> None:
     """From an update, or a checkpoint that was read, to the next sync."""
     pool = FakeGroup(1, lambda *_: report())
     weights = Weights(pool, pool, timeout_s=1)
-    actor = ActorGroup(FakeGroup(1, lambda *_: []), plan(1), balance=True, timeout_s=1, on_change=weights.changed)
+    actor = ActorHandle(FakeGroup(1, lambda *_: []), plan(1), balance=True, timeout_s=1, on_change=weights.changed)
     rules = UpdateRules(prompts_per_mini_batch=4, epochs=1, shuffle=False, seed=1, max_response_length=4)
     with served(1, has_weights=lambda: weights.version is not None) as (_, rollout):
         for change in (None, lambda: actor.update(experience(4, 1), rules, 1), lambda: actor.load("folder")):
@@ -221,7 +221,7 @@ def test_values_come_back_to_their_rows() -> None:
         return Evaluated(response_length_B=batch.response_length_B, values_BR=batch.response_ids_BR.float() + 0.5)
 
     batch = rollouts((3, 1, 4, 2, 4, 1, 2, 3), [0, 0, 1, 1, 2, 2, 3, 3])
-    critic = CriticGroup(FakeGroup(2, values), plan(2), balance=True, timeout_s=1)
+    critic = CriticHandle(FakeGroup(2, values), plan(2), balance=True, timeout_s=1)
     found = critic.values(batch).values_BR
     inside_BR = torch.arange(batch.response_ids_BR.shape[1])[None, :] < batch.response_length_B[:, None]
     assert found is not None and torch.equal(found[inside_BR], batch.response_ids_BR[inside_BR] + 0.5)
@@ -251,7 +251,7 @@ def test_update_cuts_minibatches_before_it_balances() -> None:
 
     group = FakeGroup(2, train)
     rules = UpdateRules(prompts_per_mini_batch=2, epochs=2, shuffle=False, seed=1, max_response_length=3)
-    metrics = ActorGroup(group, plan(2), balance=True, timeout_s=1).update(experience(4, 3), rules, 1)
+    metrics = ActorHandle(group, plan(2), balance=True, timeout_s=1).update(experience(4, 3), rules, 1)
     assert metrics == {"rows": 6.0, "rank": 1.0}
     ((method, per_rank),) = group.given
     assert method == "actor.update"
@@ -272,7 +272,7 @@ def minibatches_given(actor: ActorConfig, world_size: int, rows: Experience, ste
 
     group = FakeGroup(world_size, train)
     rules = UpdateRules(prompts_per_mini_batch=2, epochs=2, shuffle=False, seed=1, max_response_length=3, actor=actor)
-    ActorGroup(group, plan(world_size), balance=True, timeout_s=1).update(rows, rules, step)
+    ActorHandle(group, plan(world_size), balance=True, timeout_s=1).update(rows, rules, step)
     ((_, per_rank),) = group.given
     return [list(parts) for parts in zip(*(rank[0] for rank in per_rank), strict=True)]
 
@@ -343,7 +343,7 @@ def test_rows_without_a_backward_pass_weigh_a_third() -> None:
     rules = UpdateRules(
         prompts_per_mini_batch=2, epochs=1, shuffle=False, seed=1, max_response_length=3, actor=ActorConfig()
     )
-    ActorGroup(group, plan(2), balance=True, timeout_s=1).update(rows, rules, 1)
+    ActorHandle(group, plan(2), balance=True, timeout_s=1).update(rows, rules, 1)
     (_, per_rank) = group.given[0]
     for (minibatches,) in per_rank:
         assert sorted(minibatches[0][0].advantages_BR[:, 0].tolist()) == [0.0, 1.0]
@@ -356,7 +356,7 @@ def test_rows_of_one_prompt_stay_on_one_rank_where_they_share_it() -> None:
     rows = rows.replace(prompt_ids_BP=prompt_ids_BP.contiguous(), prompt_length_B=torch.full((8,), 50))
     rules = UpdateRules(prompts_per_mini_batch=4, epochs=1, shuffle=False, seed=1, max_response_length=3)
     group = FakeGroup(2, lambda method, rank, minibatches: [{} for _ in minibatches])
-    ActorGroup(group, plan(2), balance=True, timeout_s=1, share_prompts=True).update(rows, rules, 1)
+    ActorHandle(group, plan(2), balance=True, timeout_s=1, share_prompts=True).update(rows, rules, 1)
     ((_, per_rank),) = group.given
     prompts = [set(minibatches[0][0].prompt_ids_BP[:, 0].tolist()) for (minibatches,) in per_rank]
     assert prompts[0] | prompts[1] == {1, 2, 3, 4} and not prompts[0] & prompts[1]
@@ -372,7 +372,7 @@ def test_an_empty_minibatch_is_left_out_and_counted() -> None:
         prompts_per_mini_batch=2, epochs=1, shuffle=False, seed=1, max_response_length=3,
         actor=ActorConfig(mask_truncated=True),
     )  # fmt: skip
-    policy = ActorGroup(FakeGroup(2, train), plan(2), balance=True, timeout_s=1)
+    policy = ActorHandle(FakeGroup(2, train), plan(2), balance=True, timeout_s=1)
     assert policy.update(rows, rules, 1) == {"rows": 4.0, "empty_minibatches": 1.0}
     silent = rows.response_mask_BR & (rows.group_B < 2)[:, None]  # every token of the others was rejected
     rejected = rows.replace(response_mask_BR=silent, truncated_B=torch.zeros(8, dtype=torch.bool))
@@ -395,7 +395,7 @@ def test_the_engines_are_compared_at_the_first_update_only() -> None:
     rows = with_columns(experience(4, 2))
     rows = rows.replace(rollout_log_probs_BR=torch.full(rows.response_mask_BR.shape, -1.0))
     rules = UpdateRules(prompts_per_mini_batch=2, epochs=2, shuffle=False, seed=1, max_response_length=3)
-    metrics = ActorGroup(FakeGroup(2, train), plan(2), balance=True, timeout_s=1).update(rows, rules, 1)
+    metrics = ActorHandle(FakeGroup(2, train), plan(2), balance=True, timeout_s=1).update(rows, rules, 1)
     found = finish(metrics)
     assert found["rollout_corr/log_prob_gap_max"] == found["training/rollout_probs_diff_max"] == 0
     assert found["rollout_corr/kl"] == 0 and found["rollout_corr/chi2_seq"] == pytest.approx(0)
@@ -410,7 +410,7 @@ def test_neighbours_of_a_sequence_group_get_the_same_rows() -> None:
 
     sizes = plan(4, ulysses=2)
     group = FakeGroup(4, values)
-    critic = CriticGroup(group, sizes, balance=True, timeout_s=1)
+    critic = CriticHandle(group, sizes, balance=True, timeout_s=1)
     batch = experience(3, 2)
     joined = critic.values(batch).values_BR  # type: ignore[arg-type]
     (_, per_rank), seen = group.given[0], []
@@ -426,7 +426,7 @@ def test_neighbours_of_a_sequence_group_get_the_same_rows() -> None:
 
     group = FakeGroup(4, train)
     rules = UpdateRules(prompts_per_mini_batch=3, epochs=1, shuffle=False, seed=1, max_response_length=3)
-    metrics = ActorGroup(group, sizes, balance=True, timeout_s=1).update(batch, rules, 1)
+    metrics = ActorHandle(group, sizes, balance=True, timeout_s=1).update(batch, rules, 1)
     assert metrics == {"rows": 6.0}
     (_, per_rank) = group.given[0]
     assert per_rank[0] is per_rank[1] or per_rank[0][0] is per_rank[1][0]
@@ -455,7 +455,7 @@ def test_skipped_updates_in_a_row_are_counted_over_steps() -> None:
         skipped = answer.values if rank == 0 else [0.0, 0.0]  # type: ignore[attr-defined]
         return [{"skipped_steps": Metric(value=value, reduction="sum")} for value in skipped]
 
-    policy = ActorGroup(FakeGroup(2, answer), plan(2), balance=True, timeout_s=1)
+    policy = ActorHandle(FakeGroup(2, answer), plan(2), balance=True, timeout_s=1)
     rules = UpdateRules(prompts_per_mini_batch=2, epochs=1, shuffle=False, seed=1, max_response_length=4)
     for step in (1, 2, 3):
         policy.update(experience(4, 1), rules, step)
@@ -466,7 +466,7 @@ def test_skipped_updates_in_a_row_are_counted_over_steps() -> None:
 def test_names_of_spoilt_tensors_come_from_all_ranks() -> None:
     bad = [["b"], [], ["a", "b"]]
     group = FakeGroup(3, lambda method, rank, path: bad[rank])
-    assert ActorGroup(group, plan(1), balance=True, timeout_s=1).save("folder") == ["a", "b"]
+    assert ActorHandle(group, plan(1), balance=True, timeout_s=1).save("folder") == ["a", "b"]
 
 
 def parted(rows: Experience) -> Experience:

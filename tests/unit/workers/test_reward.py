@@ -14,7 +14,7 @@ from verl_like.config import ModelConfig
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.models.loading import check_score_head, load_hf_config
 from verl_like.trainer.compose import compose
-from verl_like.trainer.roles import RewardModelGroup
+from verl_like.trainer.roles import RewardModelHandle
 from verl_like.workers.spec import WorkerSpec
 
 
@@ -23,7 +23,7 @@ def recipe() -> Any:
     return load_script(ROOT / "recipes" / "reward_model" / "train.py", "reward_model_recipe")
 
 
-def group_of(path: Path, tmp_path: Path, *overrides: str) -> tuple[LocalWorkerGroup, RewardModelGroup]:
+def group_of(path: Path, tmp_path: Path, *overrides: str) -> tuple[LocalWorkerGroup, RewardModelHandle]:
     config = compose(
         [
             "reward_model.enable=True",
@@ -41,7 +41,7 @@ def group_of(path: Path, tmp_path: Path, *overrides: str) -> tuple[LocalWorkerGr
         config=config, plan=plan, tokenizer_size=9, max_model_len=8, profile_dir=str(tmp_path), pool="reward"
     )
     workers = LocalWorkerGroup("verl_like.workers.host:RoleHost", spec)
-    return workers, RewardModelGroup(workers, plan, balance=True, timeout_s=60)
+    return workers, RewardModelHandle(workers, plan, balance=True, timeout_s=60)
 
 
 @pytest.mark.parametrize("overrides", [(), ("reward_model.model.use_remove_padding=False",)], ids=["packed", "padded"])

@@ -12,12 +12,11 @@ from tests.unit.services.test_server import SERVER, gone, helper_of
 from verl_like.cluster.local import LocalWorkerGroup
 from verl_like.cluster.worker_group import WorkerDied
 from verl_like.config.batch_plan import BatchPlan
-from verl_like.rewards.served import ServedModel
+from verl_like.rewards.grading import ServedModel
 from verl_like.services.server import answers
 from verl_like.trainer.compose import compose
-from verl_like.trainer.pools import Pools
 from verl_like.trainer.reward_models import use_reward_model
-from verl_like.workers import reward_server
+from verl_like.trainer.workers import Pools
 from verl_like.workers.spec import WorkerSpec
 
 
@@ -39,7 +38,7 @@ def test_a_pool_of_its_own_serves_until_it_ends(
     def command(rollout: Any, path: str, *, host: str, port: int, **more: Any) -> list[str]:
         return [sys.executable, "-c", SERVER, str(port)]
 
-    monkeypatch.setattr(reward_server, "server_command", command)
+    monkeypatch.setattr("verl_like.plugins.reward_models.server.server_command", command)
     config = compose(
         [
             *("algorithm=grpo", "actor_rollout_ref.rollout.n=2", f"trainer.default_local_dir={tmp_path}"),

@@ -36,6 +36,7 @@ from verl_like.episodes.answering import Answering, Asker, Collection, Trail
 from verl_like.episodes.episode import Ask, Episode, EpisodeRunner, Turn
 from verl_like.episodes.loop import Arrivals
 from verl_like.kit.bench.bars import bar
+from verl_like.kit.bench.fake_time import VOCAB_SIZE, FakeTimeEngine, SimulatedLink, VirtualClock
 from verl_like.kit.bench.inputs import word_tokenizer
 from verl_like.kit.bench.phase import POLICY, Job, build_job, measure_on_ranks
 from verl_like.kit.bench.report import Report, Row, finish
@@ -48,7 +49,6 @@ from verl_like.plugins.agents.tools.tool_call import ToolOutcome, ToolSpec
 from verl_like.plugins.agents.tools.toolbox import Toolbox
 from verl_like.rewards.manager import RewardManager
 from verl_like.rollout.client import LocalLink, RolloutClient
-from verl_like.rollout.fake_time import VOCAB_SIZE, FakeTimeEngine, SimulatedLink, VirtualClock
 from verl_like.rollout.rollout_engine import Completion, SamplingParams
 from verl_like.rollout.router import Router
 from verl_like.workers.rollout import rollout_engine

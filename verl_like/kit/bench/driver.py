@@ -40,15 +40,15 @@ from verl_like.config.roles import ACTOR
 from verl_like.episodes.episode import Episode, Turn
 from verl_like.episodes.rows import assemble_rollouts
 from verl_like.kit.bench.bars import bar
+from verl_like.kit.bench.fake_time import tokens_of
 from verl_like.kit.bench.report import Report, Row, finish
 from verl_like.observe.memory import peak_bytes, reset_peak
 from verl_like.observe.metrics import domain_metrics, rollout_metrics, sequence_balance_metrics
 from verl_like.rollout.client import Events
-from verl_like.rollout.fake_time import tokens_of
 from verl_like.rollout.rollout_engine import Completion, Sampled
 from verl_like.trainer.compose import compose
 from verl_like.trainer.dispatch import RowBalance
-from verl_like.trainer.roles import ActorGroup, UpdateRules
+from verl_like.trainer.roles import ActorHandle, UpdateRules
 
 ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "gae", "optimal_token_baseline")
 BYTES_A_TOKEN = 4 + 4 + 4 + 1  # id, log-prob of the engine, version, mask
@@ -175,7 +175,7 @@ class _Driver:
         self.config, self.arguments, self.phases = config, arguments, phases
         plan = BatchPlan.build(config, _RANKS)
         options: dict[str, Any] = {"balance": True, "timeout_s": 60.0, "share_prompts": True}
-        self.actor = ActorGroup(cast(WorkerGroup, _Ranks()), plan, **options)
+        self.actor = ActorHandle(cast(WorkerGroup, _Ranks()), plan, **options)
         self.plan = plan
 
     def step(self, prompts: list[Prompt], messages: list[bytes], n: int, *, nested: bool = False) -> None:

@@ -32,6 +32,7 @@ from verl_like.episodes.episode import SingleTurn
 from verl_like.episodes.loop import Arrivals
 from verl_like.gc_settings import settle
 from verl_like.kit.bench.bars import bar
+from verl_like.kit.bench.fake_time import VOCAB_SIZE, FakeTimeEngine, FakeTimeRollout
 from verl_like.kit.bench.inputs import word_tokenizer
 from verl_like.kit.bench.report import Report, Row, finish
 from verl_like.observe.memory import peak_bytes, reset_peak
@@ -40,7 +41,6 @@ from verl_like.plugins.agents.gateway.session import Rules, Session
 from verl_like.plugins.agents.tool_calls.formats import parser_of
 from verl_like.rewards.manager import RewardManager
 from verl_like.rollout.client import LocalLink
-from verl_like.rollout.fake_time import VOCAB_SIZE, FakeTimeEngine, FakeTimeRollout
 from verl_like.rollout.rollout_engine import SamplingParams
 from verl_like.rollout.router import Router
 

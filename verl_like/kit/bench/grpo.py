@@ -32,6 +32,7 @@ from verl_like.kit.bench.inputs import write_inputs
 from verl_like.kit.bench.phase import POLICY
 from verl_like.kit.bench.report import Report, Row, check_comparable, finish
 from verl_like.kit.bench.shapes import MODELS, WORKLOADS, BenchError, Workload
+from verl_like.kit.speed.report import SpeedReport
 from verl_like.models.cost import BACKWARD
 from verl_like.observe.logs import setup_driver_logging
 from verl_like.observe.run_folder import read_metrics
@@ -178,6 +179,7 @@ def run(
     with prepared(config) as ready, Launcher(config) as launcher, started(ready, launcher) as trainer:
         choose_source(trainer, workload, recording)
         trainer.fit()
+        assert isinstance(trainer.report.speed, SpeedReport)
         shape = trainer.report.speed.shape
         return asdict(shape.peak), shape.actor.all_weights
 

@@ -22,10 +22,10 @@ from verl_like.kit.bench.inputs import model_config
 from verl_like.kit.bench.ranks import on_ranks
 from verl_like.kit.bench.report import check_comparable
 from verl_like.kit.bench.shapes import MODELS, WORKLOADS, BenchError, ModelShape, Workload
+from verl_like.kit.speed.roofline import RunShape
 from verl_like.models.cost import ModelCost
 from verl_like.models.heads import dtype_of
 from verl_like.models.loading import load_hf_config, shares_prompts
-from verl_like.observe.roofline import RunShape
 from verl_like.parallel.device_peak import DevicePeak
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.trainer.build import resolve_world

@@ -5,7 +5,7 @@
     verl-like bench rollout --model cpu --workloads cpu w1 w2 --rows 16 --engines vllm sglang hf
 
 Rounds have other prompts, so that no prefix is cached from the round before. The floor is that of the trainer's own
-report (observe/roofline.py): operations, or weights and cache that decoding must read, whichever takes longer.
+report (kit/speed/roofline.py): operations, or weights and cache that decoding must read, whichever takes longer.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from verl_like.kit.bench.phase import POLICY, Job, measure_on_ranks, phase_job
 from verl_like.kit.bench.ranks import slowest, timed
 from verl_like.kit.bench.report import Report, Row, check_comparable, finish
 from verl_like.kit.bench.shapes import BenchError
+from verl_like.kit.speed.roofline import generation_floor
 from verl_like.models.loading import build_meta_model, load_hf_config
 from verl_like.models.lora import adapters_apart, attach
-from verl_like.observe.roofline import generation_floor
 from verl_like.parallel.device_peak import DevicePeak, device_peak
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.rollout.rollout_engine import GenerationRequest, request_seed

@@ -31,7 +31,7 @@ from verl_like.kit.bench.phase import POLICY, Job, measure_on_ranks, phase_job
 from verl_like.kit.bench.ranks import slowest, timed
 from verl_like.kit.bench.report import Report, Row, finish, number
 from verl_like.kit.bench.shapes import BenchError
-from verl_like.observe.roofline import sync_floor
+from verl_like.kit.speed.roofline import sync_floor
 from verl_like.parallel.device_peak import DevicePeak, device_peak, link_bandwidth
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.rollout.base import RolloutEngine

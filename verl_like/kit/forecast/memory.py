@@ -28,7 +28,7 @@ from verl_like.config.schema import from_dict, to_dict
 from verl_like.models import memory
 from verl_like.models.loading import load_hf_config
 from verl_like.observe.metrics import memory_gib
-from verl_like.trainer.speed import NO_ROOM, ModelCosts
+from verl_like.trainer.costs import NO_ROOM, ModelCosts
 
 logger = logging.getLogger(__name__)
 

@@ -27,13 +27,15 @@ from verl_like.config import OptimConfig, PPOConfig
 from verl_like.config.batch_plan import MicroBatchRule, two_policies
 from verl_like.config.roles import RoleConfig
 from verl_like.engine.fsdp import FSDPEngine
-from verl_like.engine.gradients import minibatch_gradients
+from verl_like.engine.microbatch import Objective
+from verl_like.engine.rescue import OutOfMemory
 from verl_like.engine.train_engine import LOG_PROBS, VALUES, LossFn
 from verl_like.kit.selfcheck.driver import Share
 from verl_like.kit.selfcheck.plain import TEMPERATURE, Measured, apart, scale_weights, with_adapters
 from verl_like.kit.selfcheck.report import Finding
 from verl_like.kit.selfcheck.work import Case, Work, comparable, prepare, reference_scale
 from verl_like.models.families import why_padded
+from verl_like.models.heads import HF_PREFIX
 from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
 
 PLAIN = "plain model: "
@@ -239,3 +241,29 @@ def _rank_main(check: SelfCheck, rank: int, ranks: int, port: int, device: str, 
     if rank == 0:
         torch.save(findings, Path(folder) / "findings.pt")
     shutdown_distributed()
+
+
+def minibatch_gradients(
+    engine: FSDPEngine,
+    batch: Experience,
+    loss_fn: LossFn,
+    denominators: Denominators,
+    *,
+    rule: MicroBatchRule,
+    temperature: float = 1.0,
+    without_gradient_B: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """Float32 gradient of a mini-batch by Hugging Face name, before clipping, on every rank's host (collective).
+
+    batch: this rank's rows (may be none). denominators: of the whole mini-batch. Raises torch.OutOfMemoryError: the cut
+    is what is checked, so that nothing is repeated with smaller micro-batches.
+    """
+    engine.onload()
+    try:
+        engine.accumulate(batch, Objective(loss_fn, denominators, temperature), rule, without_gradient_B)
+    except OutOfMemory as error:
+        raise torch.OutOfMemoryError(f"out of memory in {error}: take smaller micro-batches") from error
+    gradients = engine.sharding.full_gradients()
+    found = {name.removeprefix(HF_PREFIX): gradient.cpu().clone() for name, gradient in gradients}
+    engine.sharding.drop_gradients()
+    return found

@@ -11,7 +11,7 @@ from verl_like.batch import Denominators, Evaluated, Experience
 from verl_like.config import PPOConfig
 from verl_like.config.batch_plan import takes_own_log_probs, uses_sampler_log_probs
 from verl_like.kit.selfcheck.material import Material, OldLogProbs
-from verl_like.trainer.roles import RoleGroup, UpdateRules
+from verl_like.trainer.roles import RoleHandle, UpdateRules
 
 Share = tuple[Experience, Denominators]
 
@@ -72,7 +72,7 @@ class _KeptCall:
         return [[] for _ in self.arguments]
 
 
-class _Role(RoleGroup):
+class _Role(RoleHandle):
     """A role whose ranks each have rows of their own."""
 
     role = "any"

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from verl_like.batch import Prompt
 from verl_like.config.endpoint import EndpointConfig
 from verl_like.episodes.episode import Ask, Episode, EpisodeFailure, Turn
-from verl_like.rewards.http_json import ServiceError, answer_of, chat_service
+from verl_like.plugins.http_json import ServiceError, answer_of, chat_service
 from verl_like.rollout.client import Occupancy
 from verl_like.rollout.rollout_engine import GenerationRequest, RolloutError, Sampled, SamplingParams, request_seed
 from verl_like.text import whole

@@ -10,7 +10,6 @@ from typing import Any
 from verl_like.config import PPOConfig
 from verl_like.data.chat import PromptEncoder
 from verl_like.data.dataset import Dataset, PromptDataset, make_encoder
-from verl_like.data.environments import kinds_of
 from verl_like.episodes.transcript import Transcript
 from verl_like.models.vision import VisionProcessor
 from verl_like.plugins.agents.tool_agent import Bounds, ToolAgent
@@ -19,6 +18,7 @@ from verl_like.plugins.agents.tools.interactions import chosen, interaction_kwar
 from verl_like.plugins.agents.tools.tool_call import ToolSpec
 from verl_like.plugins.agents.tools.toolbox import Toolbox
 from verl_like.plugins.games.adapters import ADAPTERS
+from verl_like.plugins.games.dataset import kinds_of
 from verl_like.user_code import resolve_path
 
 

@@ -23,7 +23,7 @@ from verl_like.plugins.code_grading.code_cases import AssertTests, CallTest, Std
 from verl_like.plugins.code_grading.sandbox import probe, wire
 from verl_like.plugins.code_grading.sandbox.client import Jail
 from verl_like.plugins.code_grading.sandbox.settings import SandboxSettings
-from verl_like.rewards.http_json import Service, TransientError
+from verl_like.plugins.http_json import Service, TransientError
 
 _RESPONSES_PER_JAIL = 200
 _LEVEL_KEY = "reward_model.sandbox.min_level (in a direct call: compute_score's sandbox={'min_level': ...})"

@@ -15,7 +15,7 @@ from numbers import Real
 from typing import Any
 
 from verl_like.plugins.math_grading.think_answer import extract_answer
-from verl_like.rewards.truth import dictionary_with
+from verl_like.plugins.math_grading.truth import dictionary_with
 
 MAX_EQUATION_CHARS = 200  # bounds the depth of the syntax tree too
 _OPERATORS: dict[type, Callable[[Fraction, Fraction], Fraction]]

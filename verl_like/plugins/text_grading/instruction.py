@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from verl_like.rewards.truth import dictionary_with
+from verl_like.plugins.math_grading.truth import dictionary_with
 
 _END_OF_THINKING = "</think>"
 

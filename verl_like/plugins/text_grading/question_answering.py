@@ -13,7 +13,7 @@ from typing import Any
 
 from verl_like.plugins.math_grading.latex import last_boxed
 from verl_like.plugins.math_grading.think_answer import extract_answer
-from verl_like.rewards.truth import dictionary_with
+from verl_like.plugins.math_grading.truth import dictionary_with
 
 MAX_PRED_CHARS = 300
 _ARTICLES = re.compile(r"\b(a|an|the)\b")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from verl_like.rewards.truth import dictionary_with
+from verl_like.plugins.math_grading.truth import dictionary_with
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PRED_CHARS = 1000

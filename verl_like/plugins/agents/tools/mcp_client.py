@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from verl_like.plugins.agents.tools import die_with_parent
 from verl_like.plugins.agents.tools.tool_call import ToolUnavailable
-from verl_like.services import die_with_parent
 
 _LEASHED = str(Path(die_with_parent.__file__).resolve())
 _CLOSED = -32000  # the SDK's code for a connection that has ended

@@ -1,16 +1,29 @@
-"""Command lines of the engines' own HTTP servers, for models whose weights stay as they are (a reward model's)."""
+"""The role of a reward model that writes text: an engine's own HTTP server beside the process, on its devices.
+
+The first rank of every tensor_model_parallel_size neighbours has one. It takes no part in calls between ranks: whoever
+grades asks it over HTTP, also while this process samples or trains.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from verl_like.cluster.environment import free_port
+from verl_like.cluster.worker_group import RankEnv
 from verl_like.config.reward_rollout import RewardRolloutConfig
+from verl_like.heartbeat import span
+from verl_like.plugins.vllm import versions
 from verl_like.remote_storage import local_folder
-from verl_like.rollout import vllm_versions
+from verl_like.services.server import Server
+from verl_like.workers.spec import WorkerSpec
 
+_IMPORTED = time.monotonic()  # the group counts since about then, and is not to give up first: it knows no log
 # Switches of vLLM that are off where they are not given, as all of SGLang's are; the others have a --no-... as well.
 _WITHOUT_OPPOSITE = frozenset(
     {
@@ -18,6 +31,62 @@ _WITHOUT_OPPOSITE = frozenset(
         *("data-parallel-multi-port-external-lb", "grpc", "headless"),
     }
 )
+ServerPlace = tuple[str, str]  # host:port, and what to call it in messages
+
+
+class RewardServer:
+    """One rank's part. ServerError, ValueError where its server does not start."""
+
+    def __init__(self, spec: WorkerSpec, env: RankEnv) -> None:
+        reward = spec.config.reward_model
+        rollout, tp = reward.rollout, reward.rollout.tensor_model_parallel_size
+        if env.local_world_size % tp:
+            raise ValueError(
+                f"reward_model.rollout.tensor_model_parallel_size={tp} does not divide the {env.local_world_size} "
+                "processes of the reward model's pool on each machine"
+            )
+        self.place: ServerPlace | None = None
+        self._server: Server | None = None
+        if env.local_rank % tp:
+            return
+        port = free_port(env.address)
+        network = reward.model
+        command = server_command(
+            rollout,
+            network.path or "",
+            host=env.address,
+            port=port,
+            device=env.device,
+            trust_remote_code=network.trust_remote_code,
+        )
+        address, log = f"{env.address}:{port}", Path(spec.profile_dir).parent / "workers" / f"judge{env.rank}.log"
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        mine = slice(env.local_rank, env.local_rank + tp)
+        devices = ",".join((visible.split(",") if visible else [str(i) for i in range(env.local_world_size)])[mine])
+        self._server = Server(
+            command,
+            health=f"http://{address}/health",
+            log=log,
+            environment=server_environment(env.device, devices if env.device == "cuda" else None),
+        )
+        self._server.start()
+        self.place = address, f"the reward model's server at {address} (process {self._server.pid}, log {log})"
+        try:
+            limit_s = spec.config.trainer.worker_start_timeout
+            timeout_s = max(limit_s / 2, 0.9 * limit_s - (time.monotonic() - _IMPORTED))
+            with span("start of the reward model's server", expected_s=timeout_s):
+                self._server.wait_ready(timeout_s)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def where(self) -> ServerPlace | None:
+        """Where this rank's server is; None for a rank without one."""
+        return self.place
+
+    def shutdown(self) -> None:
+        if self._server is not None:
+            self._server.end()
 
 
 def server_command(
@@ -26,7 +95,7 @@ def server_command(
     """What starts the server of `rollout.name`; it answers under the model's `path`. ValueError where it cannot run."""
     folder = local_folder(path)
     if rollout.name == "vllm":
-        vllm_versions.version()
+        versions.version()
         module, options = "vllm.entrypoints.openai.api_server", _vllm(rollout, folder, device)
         extra = rollout.engine_kwargs.vllm
     else:

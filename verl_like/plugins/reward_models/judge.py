@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_like.config.reward_execution import JudgeConfig
-from verl_like.rewards.http_json import Service, ServiceError, answer_of, chat_service
+from verl_like.plugins.http_json import Service, ServiceError, answer_of, chat_service
 from verl_like.rewards.reward_call import RewardCall, RewardOutcome
 
 logger = logging.getLogger(__name__)

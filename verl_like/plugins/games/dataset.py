@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_like.batch import PromptRow
-from verl_like.config import EnvConfig, EnvGroupsConfig
+from verl_like.config import EnvConfig, EnvGroupsConfig, PPOConfig
 
 VAL_GROUPS = 64
 _STARTS = 1 << 20  # of training, before they come again
@@ -123,3 +123,10 @@ def kinds_of(env: EnvConfig) -> Sequence[tuple[str, str]]:
     """List the kinds of environments that the run's rows play, each with its configuration as JSON."""
     played = [environment_of(env, groups, tag) for groups in (env.train, env.val) for tag in groups.tags]
     return tuple(dict.fromkeys((each["kind"], json.dumps(each.get("config") or {}, default=str)) for each in played))
+
+
+def datasets(config: PPOConfig, encoder: Any) -> tuple[EnvironmentDataset, EnvironmentDataset | None]:
+    """The starts of env.train and env.val; None for a run that validates on none."""
+    env, seed, steps = config.env, config.trainer.seed, config.trainer.total_training_steps
+    train = EnvironmentDataset.train(env, encoder, seed=seed, batch_size=config.data.train_batch_size, steps=steps)
+    return train, EnvironmentDataset.val(env, encoder, seed=seed) if env.val.tags else None

@@ -1,7 +1,7 @@
 """vLLM in the worker's own process, driven request by request; tensor-parallel over neighbouring ranks.
 
 Starts with dummy weights and refuses to generate until `load_weights` succeeded. What depends on vLLM's version is in
-vllm_compat.py.
+compat.py.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from torch import Tensor
 from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.config.rollout import reads_text
 from verl_like.models.lora import adapters_apart, is_adapter
+from verl_like.plugins.vllm import compat, lora, versions, vision
 from verl_like.remote_storage import local_folder
-from verl_like.rollout import vllm_compat as compat
-from verl_like.rollout import vllm_lora, vllm_versions, vllm_vision
 from verl_like.rollout.base import EngineSpec, SteppedRolloutEngine
 from verl_like.rollout.held_weights import Layout, checksums, held_by, sketches
 from verl_like.rollout.orders import lockstep_of
@@ -56,21 +55,21 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
         super().__init__(**spec.facts(), seed=seed, keeps_adapters=adapters_apart(model))
         compat.set_environment(process.device)
         options = {"images": self._vision is not None, "speculates": "speculative_config" in rollout.engine_kwargs.vllm}
-        vllm_versions.require_names(process.device, adapters=self.keeps_adapters, **options)
+        versions.require_names(process.device, adapters=self.keeps_adapters, **options)
         self._sleep_mode = rollout.free_cache_engine and process.device.type == "cuda"  # vLLM on CPU has none
         self._asleep: set[str] = set()
         sizes = (self.dtype, self.max_model_len, seed)
         kwargs = engine_arguments(rollout, model, *sizes, sleep_mode=self._sleep_mode, tokenizer=spec.tokenizer)
         if self._vision is not None:
-            kwargs |= vllm_vision.engine_options(rollout.limit_images)
-            vllm_vision.prepare()
-        self._lora_request: Any = vllm_lora.request() if self.keeps_adapters else None
+            kwargs |= vision.engine_options(rollout.limit_images)
+            vision.prepare()
+        self._lora_request: Any = lora.request() if self.keeps_adapters else None
         with preserve_rng():
             self._llm: Any = compat.start(kwargs, device=process.device, run_id=spec.run_id)
         if self.keeps_adapters:
-            vllm_lora.let_base_weights_in(self._llm)
+            lora.let_base_weights_in(self._llm)
             if process.device.type == "cpu":
-                vllm_lora.compute_directly(self._llm)
+                lora.compute_directly(self._llm)
         self._model: Any = compat.model_of(self._llm)
         if self.tokenizer_size < self.vocab_size:
             compat.mask_logits(self._model, self.tokenizer_size)
@@ -158,7 +157,7 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
             if meta:
                 raise WeightLoadError(f"vLLM got no weights for {meta[:8]}")
         if self.keeps_adapters:
-            vllm_lora.put(self._llm, adapters)
+            lora.put(self._llm, adapters)
         compat.drop_caches(self._llm)  # also those of requests under way, which are computed again
         self._wake("kv_cache")  # not before: until now the trainer's full tensors needed the room
 
@@ -181,7 +180,7 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
         layout = Layout(dict(shapes), rank=self._rank_in_replica, size=self._tp)
         parts = held_by(self._model, layout, compat)
         if self.keeps_adapters:
-            parts = itertools.chain(parts, vllm_lora.held(self._llm, compat.fused_parts(self._model), layout))
+            parts = itertools.chain(parts, lora.held(self._llm, compat.fused_parts(self._model), layout))
         group = None if self._lockstep is None else self._lockstep.group
         with self._exclusive():
             return checksums(parts, layout, self.dtype, group)
@@ -362,7 +361,7 @@ def engine_arguments(
     if reads_text(rollout):
         kwargs["tokenizer"] = local_folder(tokenizer)
     if adapters_apart(model):
-        kwargs |= vllm_lora.engine_options(model.lora_rank)
+        kwargs |= lora.engine_options(model.lora_rank)
     if model.override_config:
         kwargs["hf_overrides"] = dict(model.override_config)
     if rollout.quantization is not None:

@@ -9,42 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from verl_like.batch import PromptRow, RewardFailure, Scores
+from verl_like.batch import RewardFailure, Scores
 from verl_like.config import RewardModelConfig
 from verl_like.data.chat import PromptEncoder
+from verl_like.rewards.grading import Answer
 from verl_like.rewards.reward_call import is_finite_reward
 
 Score = Callable[[Sequence[Sequence[int]]], Sequence[float]]  # texts as tokens -> one number each
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """One response with its prompt, both as the policy's tokens."""
-
-    row: PromptRow
-    prompt_ids: Sequence[int]
-    response_ids: Sequence[int] | NDArray[np.int32]
-
-    @property
-    def response(self) -> list[int]:
-        """The response's tokens as numbers of Python, which take nine times the memory: not to be kept."""
-        return np.asarray(self.response_ids).tolist()
-
-    def text(self, tokenizer: Any) -> str:
-        """The answer: the response, behind what the row's last message has of it where the prompt ends with that."""
-        if begun := self.row.begun.strip():
-            both = ([*self.prompt_ids, *more] for more in ([], self.response))
-            prompt, whole = (tokenizer.decode(ids, skip_special_tokens=True) for ids in both)
-            if (prompt := prompt.rstrip()).endswith(begun):
-                return whole[len(prompt) - len(begun) :]
-        return tokenizer.decode(self.response, skip_special_tokens=True)
 
 
 class ModelScore:

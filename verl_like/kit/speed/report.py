@@ -5,57 +5,23 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
-
-import torch
 
 from verl_like.batch import Rollouts
-from verl_like.config import ModelConfig, PPOConfig, resolve_dtype
+from verl_like.config import PPOConfig, resolve_dtype
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.pools import MAIN_POOL
-from verl_like.config.roles import ACTOR, CRITIC
-from verl_like.models.cost import ModelCost
+from verl_like.config.roles import ACTOR
+from verl_like.kit.speed.advice import Settings, advise
+from verl_like.kit.speed.roofline import RunShape, speed_line, speed_metrics
 from verl_like.models.heads import dtype_of
-from verl_like.models.loading import load_hf_config, shares_prompts
+from verl_like.models.loading import shares_prompts
 from verl_like.models.shared_prompts import shared_prefixes
-from verl_like.observe.advice import Settings, advise
-from verl_like.observe.roofline import RunShape, speed_line, speed_metrics
 from verl_like.parallel.device_peak import DevicePeak
+from verl_like.trainer.costs import ModelCosts
 
 logger = logging.getLogger(__name__)
 
-NO_ROOM = "DOES NOT FIT"  # in the forecast's text of a phase
 _PAUSE = 50  # steps until an advice is given again: two that take turns would fill the screen
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelCosts:
-    """What the run's trained models cost; also what rows are balanced over ranks by."""
-
-    actor: ModelCost
-    critic: ModelCost | None
-
-    @classmethod
-    def of(cls, config: PPOConfig, plan: BatchPlan) -> ModelCosts:
-        """Counted from the models' configs; no memory is used for weights."""
-        critic = config.critic.model
-        return cls(
-            actor=_cost_of(config.actor_rollout_ref.model),
-            critic=_cost_of(critic).with_value_head() if CRITIC in plan.roles else None,
-        )
-
-
-class Forecast(Protocol):
-    """The memory of one device by phase, foretold."""
-
-    def metrics(self) -> dict[str, float]:
-        """perf/memory_forecast/<phase> in GiB."""
-        ...
-
-    def text(self) -> str:
-        """The room of a device, and what each phase takes of it; NO_ROOM where it is too little."""
-        ...
 
 
 class SpeedReport:
@@ -95,7 +61,7 @@ class SpeedReport:
             critic=costs.critic,
             peak=totals[MAIN_POOL],
             elsewhere={role: totals[pool.name] for pool in plan.pools[1:] for role in pool.roles},
-            weight_bytes=_element_size(resolve_dtype(policy.rollout.dtype, device)),
+            weight_bytes=dtype_of(resolve_dtype(policy.rollout.dtype, device)).itemsize,
             responses_per_prompt=policy.rollout.n,
             rollout_replicas=plan.rollout_replicas,
             actor_epochs=policy.actor.ppo_epochs,
@@ -147,11 +113,3 @@ def settings_of(config: PPOConfig, plan: BatchPlan) -> Settings:
         save_freq=config.trainer.save_freq,
         test_freq=config.trainer.test_freq,
     )
-
-
-def _cost_of(model: ModelConfig) -> ModelCost:
-    return ModelCost.of(load_hf_config(model), trust_remote_code=model.trust_remote_code)
-
-
-def _element_size(dtype_name: str) -> int:
-    return torch.empty(0, dtype=dtype_of(dtype_name)).element_size()

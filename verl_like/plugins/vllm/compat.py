@@ -1,4 +1,4 @@
-"""The one place that knows vLLM (0.26 to 0.32, vllm_versions.py): environment, start-up, private corners, shutdown.
+"""The one place that knows vLLM (0.26 to 0.32, versions.py): environment, start-up, private corners, shutdown.
 
 vLLM runs inside the worker's own process (no engine core process), so that it shares the GPU's memory pool and the
 weights can be handed over as tensors. Source: vLLM's external launcher, vllm/v1/executor/uniproc_executor.py.
@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from verl_like.plugins.vllm.versions import is_second_runner, require_engine
+from verl_like.plugins.vllm.vision import with_images
 from verl_like.rollout.placed_images import PlacedImage
 from verl_like.rollout.rollout_engine import SamplingParams
-from verl_like.rollout.vllm_versions import is_second_runner, require_engine
-from verl_like.rollout.vllm_vision import with_images
 
 _engine_number = itertools.count()
 

@@ -27,14 +27,6 @@ logger = logging.getLogger(__name__)
 _VISIT_S, _MOST_VISITS = 10.0, 32
 
 
-def require_port(trainer: TrainerConfig) -> None:
-    """Raise ValueError where trainer.prometheus_port is taken; for a run whose processes are yet to start.
-
-    The port is not kept.
-    """
-    _stop(*_served(trainer, CollectorRegistry()))
-
-
 def _served(trainer: TrainerConfig, registry: CollectorRegistry) -> tuple[Any, threading.Thread]:
     port, host = trainer.prometheus_port, trainer.prometheus_host
     assert port is not None
@@ -88,6 +80,14 @@ class PrometheusTracker(Collector):
         self._server, self._thread = _served(trainer, registry)
         self.address = f"http://{trainer.prometheus_host}:{self._server.server_port}/metrics"
         logger.info("metrics for Prometheus: %s", self.address)
+
+    @staticmethod
+    def require_port(trainer: TrainerConfig) -> None:
+        """Raise ValueError where trainer.prometheus_port is taken; for a run whose processes are yet to start.
+
+        The port is not kept.
+        """
+        _stop(*_served(trainer, CollectorRegistry()))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         with self._lock:  # a validation keeps the values of the step before it

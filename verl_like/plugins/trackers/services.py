@@ -1,4 +1,4 @@
-"""Trackers that are packages of their own: wandb, mlflow, swanlab, trackio.
+"""Trackers that are packages of their own: wandb, mlflow, swanlab, trackio, and TensorBoard's event files.
 
 trainer.project_name and trainer.experiment_name name project and run, the configuration goes along without secrets, and
 trainer.logger_kwargs.<name> are further arguments of the package's own `init`. A resumed run continues its curves: the
@@ -12,7 +12,8 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +53,14 @@ class ServiceTracker:
 
     name = ""
 
-    def __init__(self, trainer: TrainerConfig, config: Mapping[str, Any], folder: Path, *, resumed: bool) -> None:
-        self._module = require(self.name)
+    def __init__(
+        self, trainer: TrainerConfig, config: Mapping[str, Any], folder: Path, *, resumed_at: int | None
+    ) -> None:
+        self._module = self.require()
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._config = folder, dict(config)
         id_file = folder / f"{self.name}_run_id"
-        run_id = read_text(id_file, 1000).strip() if resumed and id_file.exists() else None
+        run_id = read_text(id_file, 1000).strip() if resumed_at is not None and id_file.exists() else None
         options = dict(trainer.logger_kwargs.get(self.name, {}))
         try:
             self._run = self._start(trainer.project_name, trainer.experiment_name, run_id, options)
@@ -68,6 +71,11 @@ class ServiceTracker:
                 f"{_HINTS[self.name]}, or take {self.name} out of trainer.logger."
             ) from error
         id_file.write_text(f"{self._run_id()}\n")
+
+    @classmethod
+    def require(cls) -> Any:
+        """See `require`."""
+        return require(cls.name)
 
     def _start(self, project: str, run: str, run_id: str | None, options: dict[str, Any]) -> Any:
         """The service's run, continued where run_id is given."""
@@ -190,6 +198,48 @@ def _mlflow_name(name: str) -> str:
     return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"))
 
 
-SERVICES: dict[str, Callable[..., ServiceTracker]] = {
-    kind.name: kind for kind in (WandbTracker, MlflowTracker, SwanlabTracker, TrackioTracker)
-}
+class TensorboardTracker:
+    """Event files under <folder>/tensorboard. A resumed run hides the steps that it repeats."""
+
+    name = "tensorboard"
+
+    def __init__(
+        self, trainer: TrainerConfig, config: Mapping[str, Any], folder: Path, *, resumed_at: int | None
+    ) -> None:
+        options = {"log_dir": str(folder / "tensorboard")} | trainer.logger_kwargs.get("tensorboard", {})
+        self._writer_class = partial(self.require().SummaryWriter, **options)
+        self._resumed_at = resumed_at
+        self._writer: Any = None
+
+    @staticmethod
+    def require() -> Any:
+        """See `require`."""
+        return require("tensorboard")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        writer = self._open(step)
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, step)
+        writer.flush()
+
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        rows = [[_verbatim(str(sample[key])) for key in COLUMNS] for sample in samples]
+        table = [COLUMNS, ["---"] * len(COLUMNS), *rows]
+        text = "\n".join("| " + " | ".join(row) + " |" for row in table)
+        self._open(step).add_text("val/generations", text, step)
+
+    def finish(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def _open(self, step: int) -> Any:
+        if self._writer is None:
+            first = step if self._resumed_at is None else self._resumed_at + 1  # a validation may come before it
+            self._writer = self._writer_class(purge_step=first)
+        return self._writer
+
+
+def _verbatim(text: str) -> str:
+    """A cell of a Markdown table that shows the text as it is: 2*3*4 keeps its stars, a | ends no column."""
+    escaped = re.sub(r"[!-/:-@\[-`{-~]", lambda found: f"&#{ord(found[0])};", text)
+    return "<br>".join(re.split(r"\r\n?|\n", escaped))

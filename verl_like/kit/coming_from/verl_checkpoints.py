@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from verl_like.checkpoint import layout
 from verl_like.checkpoint.checksums import collect
 from verl_like.checkpoint.harmless import AFRESH, OF_NUMPY
-from verl_like.checkpoint.weights import StoredWeights, VerlFiles
+from verl_like.kit.stored_weights import StoredWeights, VerlFiles
 from verl_like.models.heads import HF_PREFIX
 from verl_like.models.lora import is_adapter
 

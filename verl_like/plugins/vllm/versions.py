@@ -1,5 +1,5 @@
-"""Which vLLM versions are known, and what of another one must be there: every name that vllm_compat.py, vllm_lora.py
-and vllm_vision.py use beyond vLLM's documented interface is looked for when an engine starts.
+"""Which vLLM versions are known, and what of another one must be there: every name that compat.py, lora.py
+and vision.py use beyond vLLM's documented interface is looked for when an engine starts.
 
 docs/rollout.md, "Versions", says what was run with each.
 """

@@ -1,0 +1,1 @@
+"""Where else metrics go: services, event files, Prometheus."""

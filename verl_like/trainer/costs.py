@@ -1,0 +1,63 @@
+"""What a run costs: its models' work, and what two parts of the kit tell of memory and speed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from verl_like.batch import Rollouts
+from verl_like.config import ModelConfig, PPOConfig
+from verl_like.config.batch_plan import BatchPlan
+from verl_like.config.roles import CRITIC
+from verl_like.models.cost import ModelCost
+from verl_like.models.loading import load_hf_config
+
+NO_ROOM = "DOES NOT FIT"  # in the forecast's text of a phase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCosts:
+    """What the run's trained models cost; also what rows are balanced over ranks by."""
+
+    actor: ModelCost
+    critic: ModelCost | None
+
+    @classmethod
+    def of(cls, config: PPOConfig, plan: BatchPlan) -> ModelCosts:
+        """Counted from the models' configs; no memory is used for weights."""
+        critic = config.critic.model
+        return cls(
+            actor=_cost_of(config.actor_rollout_ref.model),
+            critic=_cost_of(critic).with_value_head() if CRITIC in plan.roles else None,
+        )
+
+
+class Forecast(Protocol):
+    """The memory of one device by phase, foretold."""
+
+    def metrics(self) -> dict[str, float]:
+        """perf/memory_forecast/<phase> in GiB."""
+        ...
+
+    def text(self) -> str:
+        """The room of a device, and what each phase takes of it; NO_ROOM where it is too little."""
+        ...
+
+
+class SpeedReport(Protocol):
+    """How far each step is from what the devices allow."""
+
+    def metrics(
+        self, rollouts: Rollouts, seconds: Mapping[str, float], metrics: Mapping[str, float]
+    ) -> dict[str, float]:
+        """perf/mfu/*, perf/floor_ratio/* and perf/memory_forecast/* of one step, whose other metrics are known."""
+        ...
+
+    def log(self, seconds: Mapping[str, float], metrics: Mapping[str, float]) -> None:
+        """The step's phases against their floors, and advice, in the log."""
+        ...
+
+
+def _cost_of(model: ModelConfig) -> ModelCost:
+    return ModelCost.of(load_hf_config(model), trust_remote_code=model.trust_remote_code)
