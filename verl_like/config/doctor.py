@@ -13,12 +13,11 @@ from verl_like.config.doctor_rewards import REWARD_IDLE, impossible_rewards, ris
 from verl_like.config.doctor_sharding import SHARDING_IDLE, impossible_sharding
 from verl_like.config.enums import DISCOUNTING_ESTIMATORS, GROUP_ESTIMATORS, OPTIMAL_BASELINE_ESTIMATORS
 from verl_like.config.errors import raise_if_any
-from verl_like.config.idle import Idle, idle_while, other_estimator
 from verl_like.config.placement import PLACEMENT_IDLE, impossible_placement, is_apart
 from verl_like.config.ppo import PPOConfig
-from verl_like.config.roles import ROLLOUT, needs_critic, needs_reference, roles_of
+from verl_like.config.roles import ROLLOUT, needs_critic, needs_reference, other_estimator, roles_of
 from verl_like.config.rollout import distortions
-from verl_like.config.schema import keys
+from verl_like.config.schema import Idle, idle_while, keys
 
 _ACTOR = "actor_rollout_ref.actor"
 _REF = "actor_rollout_ref.ref"

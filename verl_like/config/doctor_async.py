@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from verl_like.config.batch_plan import two_policies
 from verl_like.config.correction import corrects
 from verl_like.config.doctor_rewards import scored_together
-from verl_like.config.idle import Idle, idle_while
 from verl_like.config.placement import samples_alone
 from verl_like.config.ppo import PPOConfig
+from verl_like.config.schema import Idle, idle_while
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from verl_like.config.idle import Idle, idle_while
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.rollout import runs_agent_loops, runs_programs
+from verl_like.config.schema import Idle, idle_while
 
 _GATEWAY = "actor_rollout_ref.rollout.gateway."
 

@@ -8,11 +8,11 @@ from verl_like.config.actor import ActorConfig
 from verl_like.config.batch_plan import takes_own_log_probs
 from verl_like.config.correction import corrects
 from verl_like.config.enums import LOSS_MODES
-from verl_like.config.idle import Idle, idle_while
 from verl_like.config.loss_knobs import FIXED_AGGREGATION, IDLE_AT_RATIO_ONE, READ_BY, UNBIASED_KL_KINDS
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.roles import needs_critic
 from verl_like.config.rollout import distortions
+from verl_like.config.schema import Idle, idle_while
 
 _ACTOR = "actor_rollout_ref.actor"
 _SECTION = "algorithm.rollout_correction"

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 from verl_like.config.enums import REWARD_MANAGERS
-from verl_like.config.idle import Idle, idle_while
 from verl_like.config.placement import is_apart
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.roles import REWARD, classifies, generates
+from verl_like.config.schema import Idle, idle_while
 
 
 def impossible_reward_model(config: PPOConfig) -> Iterator[str]:

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 from verl_like.config.doctor_environments import has_turns
 from verl_like.config.enums import REWARD_MANAGERS, STEP_ESTIMATORS, WHITENING_ESTIMATORS
-from verl_like.config.idle import Idle, idle_while, other_estimator
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.reward_execution import JudgeConfig
-from verl_like.config.roles import generates
+from verl_like.config.roles import generates, other_estimator
 from verl_like.config.rollout import runs_agent_loops
+from verl_like.config.schema import Idle, idle_while
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 from verl_like.config.doctor_environments import has_turns
 from verl_like.config.doctor_rewards import scored_together
-from verl_like.config.idle import Idle, idle_while
 from verl_like.config.outcomes import OutcomesConfig
 from verl_like.config.placement import is_apart, samples_alone
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.roles import ROLLOUT
 from verl_like.config.rollout import runs_agent_loops, runs_programs
+from verl_like.config.schema import Idle, idle_while
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _OUTCOMES = f"{_ROLLOUT}.outcomes"

@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator
 
-from verl_like.config.idle import Idle, idle_while
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.roles import RoleConfig, needs_reference, roles_of
-from verl_like.config.schema import get_value
+from verl_like.config.schema import Idle, get_value, idle_while
 
 _ACTOR = "actor_rollout_ref.actor.fsdp_config"
 _REF = "actor_rollout_ref.ref.fsdp_config"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_like.config.base import ConfigNode, above, at_least, check_pattern, require
+from verl_like.config.base import ConfigNode, above, at_least, check_pattern, key, require
 from verl_like.config.enums import Experts, FusedBackend, Recompute
 from verl_like.config.fsdp import FSDPConfig
 
@@ -68,13 +68,13 @@ class ModelConfig(ConfigNode):
     mm_processor_kwargs: dict[str, Any] = field(default_factory=dict)
     """Vision-language models: settings of the folder's image processor, for instance max_pixels (verl's
     data.mm_processor_kwargs). min_pixels, max_pixels and size hold for videos too."""
-    vision_max_patches_per_gpu: int = 16384
-    """[patches] Vision-language models: the tower takes the images of a micro-batch in parts of at most so many."""
+    vision_max_patches_per_gpu: int = key(16384, at_least(1), unit="patches")
+    """Vision-language models: the tower takes the images of a micro-batch in parts of at most so many."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
-    lora_rank: int = 0
+    lora_rank: int = key(0, at_least(0))
     """Rank of LoRA adapters; 0: train all weights."""
-    lora_alpha: float = 16
+    lora_alpha: float = key(16, at_least(0))
     """LoRA scale; the adapter's output is multiplied by lora_alpha / lora_rank."""
     lora_adapter_path: str | None = None
     """Folder of a LoRA adapter of the peft library (or its URL) that training goes on from; rank, scale and modules are
@@ -87,16 +87,14 @@ class ModelConfig(ConfigNode):
     """Modules that get none: a pattern or a list of names."""
 
     def check(self) -> None:
-        at_least(self, 0, "lora_rank", "lora_alpha")
-        at_least(self, 1, "vision_max_patches_per_gpu")
         if self.lora_rank > 0:
-            above(self, 0, "lora_alpha")
-        for key in ("target_modules", "exclude_modules"):
-            value = getattr(self, key)
-            names = isinstance(value, list) and bool(value) and all(isinstance(name, str) for name in value)
-            legal = names or (isinstance(value, str) and value != "") or (value is None and key == "exclude_modules")
-            require(legal, key, value, "give a pattern or a list of module names, for instance [q_proj,v_proj]")
-            check_pattern(key, value if isinstance(value, str) else "")
+            above(0).check("lora_alpha", self.lora_alpha)
+        for name in ("target_modules", "exclude_modules"):
+            value = getattr(self, name)
+            names = isinstance(value, list) and bool(value) and all(isinstance(each, str) for each in value)
+            legal = names or (isinstance(value, str) and value != "") or (value is None and name == "exclude_modules")
+            require(legal, name, value, "give a pattern or a list of module names, for instance [q_proj,v_proj]")
+            check_pattern(name, value if isinstance(value, str) else "")
 
 
 @dataclass(kw_only=True, slots=True)
