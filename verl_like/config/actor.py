@@ -1,9 +1,9 @@
 """`actor_rollout_ref.{actor,ref}.*`: the policy's update and the frozen reference."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from verl_like.config import enums
-from verl_like.config.base import ConfigNode, above, at_least, between, key, on_menu, one_of, require
+from verl_like.config.base import ConfigNode, above, at_least, between, key, on_menu, one_of, require, section
 from verl_like.config.fsdp import FSDPConfig
 from verl_like.config.optim import OptimConfig
 from verl_like.config.profiler import CheckpointConfig, ProfilerConfig
@@ -31,7 +31,7 @@ class SampleWeightConfig(ConfigNode):
     """Weight 0.5 + 1.5 x difficulty, the row's difficulty cut to [0, 1]."""
     length: bool = False
     """Weight from 1.5 for the shortest response down to 0.5 for the longest."""
-    difficulty_key: str = "difficulty"
+    difficulty_key: str = key("difficulty", idle="difficulty is false")
     """Name of the number in a dataset row's extra_info that says how difficult it is."""
     scope: enums.WeightScope = enums.WeightScope.mini_batch
     """Rows over which lengths are compared and weights normalised: mini_batch (one optimizer step) or batch (the whole
@@ -67,7 +67,7 @@ class PolicyLossConfig(ConfigNode):
     """vespo: exponent elsewhere."""
     vespo_lambda_neg: float = key(2.0, at_least(0))
     """vespo: decay elsewhere."""
-    topr: ToprConfig = field(default_factory=ToprConfig)
+    topr: ToprConfig = section(ToprConfig)
     """Options of topr."""
 
     def check(self) -> None:
@@ -109,25 +109,27 @@ class ActorConfig(ConfigNode):
     loss_agg_mode: str | None = key(None, one_of(*enums.LOSS_AGG_MODES))
     """How token losses become one number: token-mean, token-sum, seq-mean-token-sum, seq-mean-token-mean,
     seq-mean-token-sum-norm. Null: token-mean; with gspo and gspo_token as published, seq-mean-token-mean."""
-    loss_scale_factor: float | None = key(None, above(0), unit="tokens")
+    loss_scale_factor: float | None = key(
+        None, above(0), unit="tokens", idle="loss_agg_mode is not seq-mean-token-sum-norm"
+    )
     """Divisor of seq-mean-token-sum-norm. Null: data.max_response_length."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
     use_kl_loss: bool = False
     """Add a KL term against the reference model to the loss."""
-    kl_loss_coef: float = key(0.001, at_least(0))
+    kl_loss_coef: float = key(0.001, at_least(0), idle="use_kl_loss is false")
     """Weight of that KL term."""
-    kl_loss_type: str = key("low_var_kl", on_menu(enums.KL_MENU, *enums.KLKind))
+    kl_loss_type: str = key("low_var_kl", on_menu(enums.KL_MENU, *enums.KLKind), idle="use_kl_loss is false")
     """Estimator of that KL term: kl (k1), abs, mse (k2), low_var_kl (k3), or full (exact, over the vocabulary); with +
     its value and the gradient of k2; or a function of your own, file.py:name."""
-    use_unbiased_kl: bool = False
+    use_unbiased_kl: bool = key(False, idle="use_kl_loss is false")
     """Multiply that KL term by the probability ratio: value and gradient then hold for off-policy rows too. With
     kl (k1) and low_var_kl (k3) only."""
     rl_loss_coef: float = key(1.0, at_least(0))
     """Weight of policy loss and KL term together; entropy and sft terms keep their own."""
     sft_loss_coef: float = key(0.0, at_least(0))
     """Weight of -log_prob on rows with a score above 0 (imitation of good responses); 0: off."""
-    sample_weight: SampleWeightConfig = field(default_factory=SampleWeightConfig)
+    sample_weight: SampleWeightConfig = section(SampleWeightConfig)
     """Weights of rows in the policy loss."""
     # Below 1 it would skip rows that the policy sampled itself
     ratio_skip_threshold: float | None = key(None, at_least(1), unit="ratio")
@@ -145,7 +147,7 @@ class ActorConfig(ConfigNode):
     old_log_probs: enums.OldLogProbs = enums.OldLogProbs.auto
     """Log-probs before the update: recompute (a forward pass), rollout (the sampler's), detach (the first forward of
     the update, exact with one update per step), auto (detach with one update per step, else recompute)."""
-    policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+    policy_loss: PolicyLossConfig = section(PolicyLossConfig)
     """Which policy loss."""
     ulysses_sequence_parallel_size: int = key(1, at_least(1), unit="processes")
     """Processes that share one sequence."""
@@ -153,13 +155,13 @@ class ActorConfig(ConfigNode):
     """Entropy from full logits (model.use_fused_kernels=false) 2,048 tokens at a time."""
     entropy_checkpointing: bool = False
     """Entropy from full logits (model.use_fused_kernels=false) again in the backward pass, for which it keeps less."""
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    checkpoint: CheckpointConfig = section(CheckpointConfig)
     """What checkpoints hold."""
-    optim: OptimConfig = field(default_factory=OptimConfig)
+    optim: OptimConfig = section(OptimConfig)
     """Optimizer and schedule."""
-    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    fsdp_config: FSDPConfig = section(FSDPConfig)
     """Sharding of the actor."""
-    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+    profiler: ProfilerConfig = section(ProfilerConfig)
     """Profiling of the actor."""
 
     def check(self) -> None:
@@ -188,9 +190,9 @@ class RefConfig(ConfigNode):
     """Accepted: the reference's entropy is not computed."""
     entropy_checkpointing: bool = False
     """Accepted: the reference's entropy is not computed."""
-    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    fsdp_config: FSDPConfig = section(FSDPConfig)
     """Sharding of the reference."""
-    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+    profiler: ProfilerConfig = section(ProfilerConfig)
     """Profiling of the reference."""
 
     def check(self) -> None:

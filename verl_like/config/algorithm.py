@@ -1,8 +1,8 @@
 """`algorithm.*`: advantages and the KL penalty in the reward."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from verl_like.config.base import ConfigNode, above, at_least, between, key, on_menu
+from verl_like.config.base import ConfigNode, above, at_least, between, key, on_menu, section
 from verl_like.config.correction import RolloutCorrectionConfig
 from verl_like.config.enums import ADV_ESTIMATORS, KL_MENU, KLControlType, KLKind
 from verl_like.config.shaping import (
@@ -22,9 +22,9 @@ class KLControlConfig(ConfigNode):
     """fixed, or adaptive (moves the coefficient towards target_kl)."""
     kl_coef: float = key(0.001, at_least(0))
     """Coefficient, or its start."""
-    horizon: int = key(10000, at_least(1), unit="sequences")
+    horizon: int = key(10000, at_least(1), unit="sequences", idle="type is fixed")
     """Time constant of the adaptive controller."""
-    target_kl: float = key(0.1, above(0), unit="nats")
+    target_kl: float = key(0.1, above(0), unit="nats", idle="type is fixed")
     """KL the adaptive controller aims at."""
 
 
@@ -71,27 +71,27 @@ class AlgorithmConfig(ConfigNode):
     """Trade between bias and variance in gae."""
     norm_adv_by_std_in_grpo: bool = True
     """grpo, grpo_passk, gdpo, gigpo: divide advantages by the group's standard deviation (false: Dr. GRPO)."""
-    gdpo_reward_keys: list[str] = field(default_factory=list)
+    gdpo_reward_keys: list[str] = key([], idle="adv_estimator is not gdpo")
     """gdpo: rewards that are normalised one by one. score is the response's reward; others as the reward function names
     them, such as acc."""
-    gdpo_reward_weights: list[float] = field(default_factory=list)
+    gdpo_reward_weights: list[float] = key([], idle="adv_estimator is not gdpo")
     """gdpo: weight of each of them. Empty: 1."""
     step_reward_gamma: float = key(0.95, between(0, 1))
     """gigpo, step_reinforce: discount of future rewards, per turn."""
-    gigpo: GiGPOConfig = field(default_factory=GiGPOConfig)
+    gigpo: GiGPOConfig = section(GiGPOConfig)
     """Weights of gigpo."""
     use_kl_in_reward: bool = False
     """Subtract a KL penalty against the reference from the token rewards."""
-    kl_penalty: str = key("kl", on_menu(KL_MENU, *KLKind))
+    kl_penalty: str = key("kl", on_menu(KL_MENU, *KLKind), idle="use_kl_in_reward is false")
     """Estimator of that penalty: kl (k1), abs, mse (k2), low_var_kl (k3), or full (exact, over the vocabulary); or a
     function of your own, file.py:name."""
-    kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
+    kl_ctrl: KLControlConfig = section(KLControlConfig, idle="use_kl_in_reward is false")
     """Coefficient of that penalty."""
-    reward_norm: RewardNormConfig = field(default_factory=RewardNormConfig)
+    reward_norm: RewardNormConfig = section(RewardNormConfig)
     """Normalisation of the rewards of responses."""
-    reward_scaling: RewardScalingConfig = field(default_factory=RewardScalingConfig)
+    reward_scaling: RewardScalingConfig = section(RewardScalingConfig)
     """Short forms of reward_norm over all steps."""
-    agent_reward_norm: AgentRewardNormConfig = field(default_factory=AgentRewardNormConfig)
+    agent_reward_norm: AgentRewardNormConfig = section(AgentRewardNormConfig)
     """Normalisation over groups of one's choice, in place of reward_norm."""
     reward_clip: float | None = key(None, at_least(0))
     """Clip the reward of a response to +- this, after normalisation. Null or 0: off."""
@@ -105,12 +105,12 @@ class AlgorithmConfig(ConfigNode):
     """Clip advantages to +- this, after whitening. Null or 0: off."""
     use_pf_ppo: bool = False
     """Resample responses by score, after advantages (PF-PPO)."""
-    pf_ppo: PFPPOConfig = field(default_factory=PFPPOConfig)
+    pf_ppo: PFPPOConfig = section(PFPPOConfig, idle="use_pf_ppo is false")
     """Options of PF-PPO."""
     min_group_size: int | None = key(None, at_least(1), unit="responses")
     """A prompt's responses are trained on where at least so many have a score; the others of the batch are counted
     (groups/too_small). With filter_groups another prompt is drawn instead. Null: any number."""
-    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
+    filter_groups: FilterGroupsConfig = section(FilterGroupsConfig)
     """Dynamic sampling."""
-    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+    rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)
     """Weights and rejections against the mismatch of trainer and rollout engine."""

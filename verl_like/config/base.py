@@ -31,15 +31,21 @@ class Range:
         require(self.holds(value), key, value, self.fix(value))
 
 
-def key(default: T, *ranges: Range, unit: str = "") -> T:
-    """Declare a key of a section: its default, the ranges of its values, what it counts.
+def key(default: T, *ranges: Range, unit: str = "", idle: str = "") -> T:
+    """Declare a key of a section; the string behind the declaration says what the key means.
 
-    The string behind the declaration says what the key means.
+    ranges: the values it may have. unit: what it counts.
+    idle: when it can have no effect, as "KEY is STATE" (schema.idle_while), KEY beside it or a whole one.
     """
-    told = {"ranges": ranges, "unit": unit}
+    told = {"ranges": ranges, "unit": unit, "idle": idle}
     if isinstance(default, list | dict):
         return field(default_factory=partial(copy.deepcopy, default), metadata=told)
     return field(default=default, metadata=told)
+
+
+def section(kind: Callable[[], T], idle: str = "") -> T:
+    """Declare a section below another. idle: when nothing in it can have an effect, as of `key`."""
+    return field(default_factory=kind, metadata={"idle": idle})
 
 
 @dataclass(kw_only=True, slots=True)

@@ -29,15 +29,15 @@ class RolloutCorrectionConfig(ConfigNode):
     rollout_is: str | None = key(None, one_of(*IS_LEVELS))
     """Importance weights trainer / sampler on the policy loss: token, segment (mean over a turn), geometric (mean over
     the row), sequence (product over the row). Null: none."""
-    rollout_is_threshold: float | int | str | None = key(2.0, unit="ratio")
+    rollout_is_threshold: float | int | str | None = key(2.0, unit="ratio", idle="rollout_is is not set")
     """Cap of the weights (truncated importance sampling). "low_high", for instance "0.5_5.0": weights outside become 0
     (IcePop). Null: no cap."""
-    rollout_is_batch_normalize: bool = False
+    rollout_is_batch_normalize: bool = key(False, idle="rollout_is is not set")
     """Divide the weights by their mean over the whole batch."""
     rollout_rs: str | None = None
     """Rejections, comma-separated, all must pass: {token, segment_mean, seq_mean, seq_sum}_{k1, k2, k3, diff},
     seq_max_{k2, k3}. Null: none."""
-    rollout_rs_threshold: float | int | str | None = None
+    rollout_rs_threshold: float | int | str | None = key(None, idle="rollout_rs is not set")
     """Bounds of rollout_rs, one for all or comma-separated. k1: "low_high" of the ratio sampler / trainer (a number x:
     1/x to x). diff: "low_high" of the probability trainer - sampler. k2, k3: an upper bound."""
     # Of ratios, which are about 1

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from verl_like.config.actor import not_both
-from verl_like.config.base import ConfigNode, above, at_least, key, one_of
+from verl_like.config.base import ConfigNode, above, at_least, key, one_of, section
 from verl_like.config.enums import LOSS_AGG_MODES, Strategy
 from verl_like.config.model import CriticModelConfig
 from verl_like.config.optim import OptimConfig
@@ -18,7 +18,7 @@ class CriticConfig(ConfigNode):
     """Train a critic. Null: when algorithm.adv_estimator needs one (gae)."""
     strategy: Strategy = Strategy.fsdp2
     """Sharding backend; follows the actor's."""
-    model: CriticModelConfig = field(default_factory=CriticModelConfig)
+    model: CriticModelConfig = section(CriticModelConfig)
     """The value model; its path follows the actor's."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     """Optimizer and schedule."""
@@ -50,9 +50,9 @@ class CriticConfig(ConfigNode):
     """Clip range of the value around the old value."""
     loss_agg_mode: str | None = key(None, one_of(*LOSS_AGG_MODES))
     """How token losses become one number; follows the actor's. Null: token-mean."""
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    checkpoint: CheckpointConfig = section(CheckpointConfig)
     """What checkpoints hold."""
-    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+    profiler: ProfilerConfig = section(ProfilerConfig)
     """Profiling of the critic."""
 
     def check(self) -> None:

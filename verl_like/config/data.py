@@ -1,9 +1,9 @@
 """`data.*`: which prompts, how they are tokenised and drawn."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from verl_like.config.base import ConfigNode, above, at_least, key, minus_one_or_positive, require, such_that
+from verl_like.config.base import ConfigNode, above, at_least, key, minus_one_or_positive, require, section, such_that
 from verl_like.config.enums import CHAT_TEMPLATES, SpelledTokens, Truncation
 
 _TEMPLATE = such_that(
@@ -21,7 +21,7 @@ class CustomClassConfig(ConfigNode):
     one."""
     name: str | None = None
     """Name of the class in that file."""
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    kwargs: dict[str, Any] = key({})
     """Further keyword arguments of its constructor."""
 
 
@@ -32,9 +32,9 @@ class SamplerConfig(ConfigNode):
     class_path: str | None = None
     """Python file that holds the sampler class, or pkg://module, or with the class's name file.py:Name. Null: the
     built-in resumable sampler."""
-    class_name: str | None = None
+    class_name: str | None = key(None, idle="class_path is null")
     """Name of the sampler class in that file."""
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    kwargs: dict[str, Any] = key({}, idle="class_path is null")
     """Further keyword arguments of its constructor."""
 
 
@@ -74,12 +74,12 @@ class DataConfig(ConfigNode):
     """Column that selects the reward function of a row."""
     default_data_source: str = "unknown"
     """Data source of the rows of files without the column reward_fn_key."""
-    domain_weights: dict[str, float] = field(default_factory=dict)
+    domain_weights: dict[str, float] = key({})
     """Data source -> weight: the share of each source in every training batch, whatever the size of its files. Empty:
     all rows alike."""
     prompt_id_key: str | None = None
     """Column with a prompt's id; it reaches the reward function and the sample files."""
-    max_prompt_id_length: int | None = key(None, at_least(1), unit="tokens")
+    max_prompt_id_length: int | None = key(None, at_least(1), unit="tokens", idle="prompt_id_key is not set")
     """Longest tokenised prompt id; a longer one is an error. Null: the ids are not tokenised."""
     max_prompt_length: int = key(512, at_least(1), unit="tokens")
     """Longest prompt."""
@@ -99,7 +99,7 @@ class DataConfig(ConfigNode):
     """Give the reward function the prompt's text with the chat template: extra_info["full_prompts"]."""
     shuffle: bool = True
     """Draw training prompts in a random order, a new one each epoch."""
-    seed: int | None = key(None, at_least(0))
+    seed: int | None = key(None, at_least(0), idle="shuffle is false")
     """Seed of the sampler. Null: trainer.seed."""
     validation_shuffle: bool = False
     """Shuffle validation rows."""
@@ -107,7 +107,9 @@ class DataConfig(ConfigNode):
     """Background processes that load and tokenise."""
     filter_overlong_prompts: bool = False
     """Drop prompts longer than max_prompt_length when loading."""
-    filter_overlong_prompts_workers: int = key(1, at_least(1), unit="processes")
+    filter_overlong_prompts_workers: int = key(
+        1, at_least(1), unit="processes", idle="filter_overlong_prompts is false"
+    )
     """Processes that measure prompt lengths for the filter."""
     truncation: Truncation = Truncation.error
     """What to do with a prompt that is too long: error, left (keep the end), right (keep the start), middle."""
@@ -119,14 +121,14 @@ class DataConfig(ConfigNode):
     """A larger image or frame is an error (before the processor makes it smaller)."""
     trust_remote_code: bool = False
     """Run Python code that comes with the tokenizer."""
-    custom_cls: CustomClassConfig = field(default_factory=CustomClassConfig)
+    custom_cls: CustomClassConfig = section(CustomClassConfig)
     """A dataset class of the user's."""
-    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    sampler: SamplerConfig = section(SamplerConfig)
     """A sampler class of the user's."""
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = key({})
     """Keys of your own for your data set or sampler, which finds them as config.<name>; +data.<name>=value on the
     command line sets one."""
-    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    apply_chat_template_kwargs: dict[str, Any] = key({})
     """Keyword arguments of the tokenizer's apply_chat_template, for instance enable_thinking."""
     continue_final_message: bool = True
     """Go on with a row's last message if it is an assistant's; graders read both. False: another turn begins (verl)."""

@@ -7,7 +7,6 @@ from verl_like.config.correction import corrects
 from verl_like.config.doctor_rewards import scored_together
 from verl_like.config.placement import samples_alone
 from verl_like.config.ppo import PPOConfig
-from verl_like.config.schema import Idle, idle_while
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -62,6 +61,3 @@ def impossible_async(config: PPOConfig) -> Iterator[str]:
             f"{mode} with trainer.full_determinism=True: which groups a step trains depends on time; set trainer.mode="
             "sync"
         )
-
-
-ASYNC_IDLE: tuple[Idle, ...] = (idle_while("trainer.mode", "sync", "async_training."),)

@@ -110,10 +110,4 @@ REWARD_MODEL_IDLE: tuple[Idle, ...] = (
         "the reward model is a sequence classifier, which scores in one forward pass in the trainer's processes; "
         "reward_model.model_type=generative serves one that writes text",
     ),
-    idle_while(
-        "reward_model.rollout.max_model_len",
-        "set",
-        *("reward_model.rollout.prompt_length", "reward_model.rollout.response_length"),
-    ),
-    idle_while("reward_model.rollout.enforce_eager", "true", "reward_model.rollout.cudagraph_capture_sizes"),
 )

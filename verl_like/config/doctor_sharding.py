@@ -47,24 +47,12 @@ def _on_cpu(config: PPOConfig) -> bool:
 
 
 SHARDING_IDLE: tuple[Idle, ...] = (
-    *(
-        idle_while(
-            f"{section}.lora_rank",
-            "0",
-            *(f"{section}.{name}" for name in ("lora_alpha", "target_modules", "exclude_modules")),
-        )
-        for section in _MODELS
-    ),
     idle_while("actor_rollout_ref.model.lora_rank", "0", "actor_rollout_ref.model.lora.merge"),
     Idle(("critic.model.lora.merge",), lambda c: True, "a critic's weights are not sent to a rollout engine"),
     Idle(
         (f"{_REF}.", "actor_rollout_ref.ref.use_torch_compile"),
         lambda c: needs_reference(c) and c.actor_rollout_ref.model.lora_rank > 0,
         "with LoRA the reference is the actor's own base model (actor_rollout_ref.model.lora_rank)",
-    ),
-    *(
-        idle_while(f"{section}.enable_gradient_checkpointing", "false", f"{section}.recompute_granularity")
-        for section in _MODELS
     ),
     *(
         Idle(

@@ -3,10 +3,10 @@
 import difflib
 import string
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from verl_like.config.base import ConfigNode, at_least, key, reference, require
+from verl_like.config.base import ConfigNode, at_least, key, reference, require, section
 
 # What env.custom.<tag> may say
 CUSTOM = (
@@ -25,7 +25,7 @@ class EnvGroupsConfig(ConfigNode):
     """`env.train.*`, `env.val.*`: how many groups play what. A group is one start, played rollout.n times (val_kwargs.n
     in validation)."""
 
-    tags: list[str] = field(default_factory=list)
+    tags: list[str] = key([])
     """What is played: names of env.custom, or of environments that come with the package (docs/environments.md). Empty:
     nothing; prompts come from data files."""
     num_groups: int | None = key(None, at_least(1), unit="groups")
@@ -52,17 +52,17 @@ class EnvGroupsConfig(ConfigNode):
 class EnvConfig(ConfigNode):
     """`env.*`: environments that a run plays in place of data files ([environments](environments.md))."""
 
-    train: EnvGroupsConfig = field(default_factory=EnvGroupsConfig)
+    train: EnvGroupsConfig = section(EnvGroupsConfig)
     """What is played in training."""
-    val: EnvGroupsConfig = field(default_factory=EnvGroupsConfig)
+    val: EnvGroupsConfig = section(EnvGroupsConfig, idle="val.tags is empty")
     """What is played in validation: always the same starts."""
-    custom: dict[str, Any] = field(default_factory=dict)
+    custom: dict[str, Any] = key({})
     """Environments by tag: type (a kind, an adapter's name, or file.py:Class), config (arguments of the class),
     max_steps, max_tokens_per_step, format_penalty (in place of env.train's and env.val's), system, template,
     instruction, history_length."""
     worker_cls: str | None = key(None, reference())
     """file.py:Class of an EnvironmentWorker: how an episode begins and moves on in its process. Null: ours."""
-    render_save_dir: str | None = None
+    render_save_dir: str | None = key(None, idle="val.tags is empty")
     """Folder for a GIF of each episode of a validation. Null: none are drawn."""
 
     def check(self) -> None:

@@ -1,8 +1,8 @@
 """`*.fsdp_config.*`: sharding, offload and precision."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from verl_like.config.base import ConfigNode, at_least, key, minus_one_or_positive, one_of
+from verl_like.config.base import ConfigNode, at_least, key, minus_one_or_positive, one_of, section
 from verl_like.config.enums import DTYPES
 
 
@@ -30,7 +30,7 @@ class MixedPrecisionConfig(ConfigNode):
 class FSDPConfig(ConfigNode):
     """Sharding of one model."""
 
-    wrap_policy: WrapPolicyConfig = field(default_factory=WrapPolicyConfig)
+    wrap_policy: WrapPolicyConfig = section(WrapPolicyConfig)
     """Which modules are sharded as one unit."""
     param_offload: bool = False
     """Keep parameters in CPU memory between uses."""
@@ -58,7 +58,7 @@ class FSDPConfig(ConfigNode):
     dtype: str = key("auto", one_of(*DTYPES))
     """Precision of forward and backward; auto: bfloat16 on CUDA, float32 on CPU. float16: with loss scaling."""
 
-    mixed_precision: MixedPrecisionConfig = field(default_factory=MixedPrecisionConfig)
+    mixed_precision: MixedPrecisionConfig = section(MixedPrecisionConfig)
     """Precisions of the gradient reduction and of buffers."""
 
 

@@ -24,9 +24,9 @@ class OptimConfig(ConfigNode):
     """Length of the schedule; -1: the whole run."""
     warmup_style: WarmupStyle = WarmupStyle.constant
     """Schedule after the warm-up: constant or cosine."""
-    min_lr_ratio: float | None = key(0.0, between(0, 1), unit="share of lr")
+    min_lr_ratio: float | None = key(0.0, between(0, 1), unit="share of lr", idle="warmup_style is constant")
     """Floor of the cosine schedule; null: 0."""
-    num_cycles: float = key(0.5, at_least(0), unit="cosine periods")
+    num_cycles: float = key(0.5, at_least(0), unit="cosine periods", idle="warmup_style is constant")
     """0.5 goes from lr down to the floor once."""
     weight_decay: float = key(0.01, at_least(0))
     """AdamW weight decay."""

@@ -29,7 +29,7 @@ class OutcomesConfig(ConfigNode):
     """Graded, and neither solved nor truncated: train, mask, drop."""
     truncated: str = key("train", _FATE)
     """Graded, not solved, and cut off by the length or a number of turns: train, mask, drop."""
-    timed_out: str = key("drop", _FATE_OF_LOST)
+    timed_out: str = key("drop", _FATE_OF_LOST, idle="episode_timeout is null")
     """Not ended within episode_timeout. drop; retry: the prompt is sampled again in the same step, with another
     seed."""
     tool_error: str = key("drop", _FATE_OF_LOST)

@@ -1,10 +1,10 @@
 """`reward_model.*`, `custom_reward_function.*`: where scores come from."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from verl_like.config.actor import not_both
-from verl_like.config.base import ConfigNode, above, at_least, between, key, one_of, reference, such_that
+from verl_like.config.base import ConfigNode, above, at_least, between, key, one_of, reference, section, such_that
 from verl_like.config.enums import REWARD_MANAGERS, Strategy
 from verl_like.config.fsdp import FSDPConfig
 from verl_like.config.profiler import ProfilerConfig
@@ -20,9 +20,9 @@ class CustomRewardFunctionConfig(ConfigNode):
 
     path: str | None = None
     """Python file of the reward function. Null: the built-in graders."""
-    name: str = "compute_score"
+    name: str = key("compute_score", idle="path is not set")
     """Name of the function in that file."""
-    reward_kwargs: dict[str, Any] = field(default_factory=dict)
+    reward_kwargs: dict[str, Any] = key({}, idle="path is not set")
     """Keyword arguments passed to every call."""
     timeout: float = key(60.0, above(0), unit="s")
     """A call that takes longer is stopped and counted as failed."""
@@ -53,7 +53,7 @@ class RewardNetworkConfig(ConfigNode):
     """Pack sequences without padding. False: the padded reference path."""
     use_fused_kernels: bool = False
     """Of the language-model head, which a reward model does not have."""
-    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    fsdp_config: FSDPConfig = section(FSDPConfig)
     """Sharding of the reward model."""
 
 
@@ -67,7 +67,7 @@ class RewardModelConfig(ConfigNode):
     """discriminative: a sequence classifier, which scores in the trainer's processes. generative: it writes text, on a
     server of rollout.name; custom_reward_function asks it, or else judge.* does. Null: generative where there are both
     rollout.name and custom_reward_function.path, as in verl."""
-    rollout: RewardRolloutConfig = field(default_factory=RewardRolloutConfig)
+    rollout: RewardRolloutConfig = section(RewardRolloutConfig)
     """The server of a reward model that writes text."""
     model_weight: float = key(1.0, unit="reward")
     """Factor of the reward model's score."""
@@ -81,7 +81,7 @@ class RewardModelConfig(ConfigNode):
     """Nodes of that pool."""
     strategy: Strategy = Strategy.fsdp2
     """Sharding backend."""
-    model: RewardNetworkConfig = field(default_factory=RewardNetworkConfig)
+    model: RewardNetworkConfig = section(RewardNetworkConfig)
     """The reward model."""
     worker_class: str | None = key(None, reference())
     """A class of your own, file.py:Name, that scores texts in the worker processes in place of the built-in one. Null:
@@ -108,7 +108,7 @@ class RewardModelConfig(ConfigNode):
     """How reward functions are called: naive and dapo (row by row), prime (the same in as many processes as there are
     CPU cores, if num_workers is 1), batch (one call with lists for a whole batch), or a class of your own around the
     function, as file.py:Name or pkg://module:Name."""
-    weights: dict[str, Any] = field(default_factory=dict)
+    weights: dict[str, Any] = key({})
     """Several rewards for a row, added up: {data_source or pattern: {part: weight}}. A part is the name of a built-in
     grader, custom (custom_reward_function) or judge."""
     failure_penalty: float | None = key(
@@ -118,29 +118,29 @@ class RewardModelConfig(ConfigNode):
     max_failure_fraction: float = key(0.5, between(0, 1), unit="share")
     """A batch of which more rows failed stops the run, unless failure_penalty scores them. 1: only one without any
     score does."""
-    judge: JudgeConfig = field(default_factory=JudgeConfig)
+    judge: JudgeConfig = section(JudgeConfig)
     """A language model as judge."""
     rule: str | None = None
     """Grader of every row: a built-in one by name ([rewards](rewards.md)), or your own, file.py:name. Null: by
     data_source."""
-    rule_by_source: dict[str, Any] = field(default_factory=dict)
+    rule_by_source: dict[str, Any] = key({})
     """Graders by data_source: {name or pattern with *: grader}. Comes before `rule`."""
-    rule_kwargs: dict[str, Any] = field(default_factory=dict)
+    rule_kwargs: dict[str, Any] = key({})
     """Options of `rule`; under a grader's name, a dictionary with options of that grader."""
     launch_reward_fn_async: bool = False
     """Do not wait for the last rewards before log-probs and values are computed, only before advantages are. Grading
     starts as each response ends either way."""
-    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    sandbox: SandboxConfig = section(SandboxConfig, idle="sandbox_fusion.url is set: programs run there")
     """Programs of responses, run on this machine."""
-    sandbox_fusion: SandboxFusionConfig = field(default_factory=SandboxFusionConfig)
+    sandbox_fusion: SandboxFusionConfig = section(SandboxFusionConfig, idle="sandbox_fusion.url is not set")
     """Programs of responses, run in a remote sandbox."""
-    overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
+    overlong_buffer: OverlongBufferConfig = section(OverlongBufferConfig)
     """Soft punishment of long responses."""
-    length_reward: LengthRewardConfig = field(default_factory=LengthRewardConfig)
+    length_reward: LengthRewardConfig = section(LengthRewardConfig)
     """Reward for length."""
-    reward_kwargs: dict[str, Any] = field(default_factory=dict)
+    reward_kwargs: dict[str, Any] = key({})
     """Keyword arguments of a reward manager of your own."""
-    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+    profiler: ProfilerConfig = section(ProfilerConfig)
     """Profiling of the reward model."""
 
     def check(self) -> None:

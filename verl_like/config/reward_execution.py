@@ -1,6 +1,6 @@
 """`reward_model.sandbox.*`, `reward_model.sandbox_fusion.*`: where programs in responses are run."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from verl_like.config.base import ConfigNode, above, at_least, check_pattern, key, require, such_that
 from verl_like.config.endpoint import WEB_ADDRESS, EndpointConfig
@@ -26,7 +26,7 @@ class SandboxConfig(ConfigNode):
     """Files that a program may write, in its own /tmp."""
     max_processes: int = key(1, at_least(1), unit="processes")
     """1: a program may start threads, but no process. More than that needs namespaces."""
-    python_path: list[str] = field(default_factory=list)
+    python_path: list[str] = key([])
     """Folders of Python packages that programs may import, such as a site-packages with numpy; never written to."""
 
 

@@ -1,8 +1,8 @@
 """`reward_model.rollout.*`: the engine's own server for a reward model that writes text."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from verl_like.config.base import ConfigNode, above, at_least, between, key, one_of
+from verl_like.config.base import ConfigNode, above, at_least, between, key, one_of, section
 from verl_like.config.enums import DTYPES
 from verl_like.config.rollout import EngineKwargsConfig
 
@@ -21,9 +21,9 @@ class RewardRolloutConfig(ConfigNode):
     """Memory of the server, held as long as the run."""
     free_cache_engine: bool = False
     """Give the memory back while others work: not available, responses are graded while others are sampled."""
-    prompt_length: int = key(2048, at_least(1), unit="tokens")
+    prompt_length: int = key(2048, at_least(1), unit="tokens", idle="max_model_len is set")
     """Longest question to the model."""
-    response_length: int = key(2048, at_least(1), unit="tokens")
+    response_length: int = key(2048, at_least(1), unit="tokens", idle="max_model_len is set")
     """Longest answer of the model."""
     max_model_len: int | None = key(None, at_least(1), unit="tokens")
     """Question and answer. Null: prompt_length + response_length."""
@@ -33,7 +33,7 @@ class RewardRolloutConfig(ConfigNode):
     """Most answers written at once."""
     enforce_eager: bool = True
     """Do not capture CUDA graphs."""
-    cudagraph_capture_sizes: list[int] | None = key(None, unit="sequences")
+    cudagraph_capture_sizes: list[int] | None = key(None, unit="sequences", idle="enforce_eager is true")
     """Batch sizes to capture. Null: the engine's choice."""
     enable_chunked_prefill: bool = True
     """Cut long questions into several engine steps."""
@@ -41,5 +41,5 @@ class RewardRolloutConfig(ConfigNode):
     """Share the KV cache of equal beginnings, such as a prompt's template."""
     disable_log_stats: bool = True
     """Silence the engine's own statistics."""
-    engine_kwargs: EngineKwargsConfig = field(default_factory=EngineKwargsConfig)
+    engine_kwargs: EngineKwargsConfig = section(EngineKwargsConfig)
     """Arguments of the server's command line, as {max_loras: 2} for --max-loras 2; true: a flag alone."""

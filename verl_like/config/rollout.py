@@ -1,6 +1,6 @@
 """`actor_rollout_ref.rollout.*`: generation and the weight sync that feeds it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from verl_like.config import enums
@@ -15,6 +15,7 @@ from verl_like.config.base import (
     one_of,
     reference,
     require,
+    section,
     such_that,
 )
 from verl_like.config.data import CustomClassConfig
@@ -30,13 +31,13 @@ _TOKEN_IDS = such_that(lambda ids: all(i >= 0 for i in ids), "ids are 0 or more"
 class ValKwargsConfig(ConfigNode):
     """`rollout.val_kwargs.*`: sampling during validation."""
 
-    temperature: float = key(0.0, at_least(0))
+    temperature: float = key(0.0, at_least(0), idle="do_sample is false")
     """Softmax temperature; 0: greedy."""
-    top_p: float = key(1.0, above(0), between(0, 1), unit="probability")
+    top_p: float = key(1.0, above(0), between(0, 1), unit="probability", idle="do_sample is false")
     """Nucleus size."""
-    top_k: int = key(-1, minus_one_or_positive(), unit="tokens")
+    top_k: int = key(-1, minus_one_or_positive(), unit="tokens", idle="do_sample is false")
     """Sample among the k most probable; -1: all."""
-    min_p: float | None = key(None, between(0, 1), unit="share of the largest probability")
+    min_p: float | None = key(None, between(0, 1), unit="share of the largest probability", idle="do_sample is false")
     """Tokens below are dropped. Null: as in training."""
     repetition_penalty: float | None = key(None, above(0))
     """Divides the logits of tokens seen. Null: as in training."""
@@ -66,9 +67,9 @@ class ValKwargsConfig(ConfigNode):
 class EngineKwargsConfig(ConfigNode):
     """`rollout.engine_kwargs.*`: arguments passed to the engine's constructor as they are."""
 
-    vllm: dict[str, Any] = field(default_factory=dict)
+    vllm: dict[str, Any] = key({})
     """Arguments of vLLM's engine."""
-    sglang: dict[str, Any] = field(default_factory=dict)
+    sglang: dict[str, Any] = key({})
     """Arguments of SGLang's engine, for instance attention_backend or mem_fraction_static."""
 
 
@@ -139,7 +140,7 @@ class AgentConfig(ConfigNode):
     decides between single_turn_agent and tool_agent."""
     agent_loop_config_path: str | None = None
     """YAML file that lists agent loops (verl's AgentLoopBase): name, _target_, and arguments of the class."""
-    custom_async_server: CustomClassConfig = field(default_factory=CustomClassConfig)
+    custom_async_server: CustomClassConfig = section(CustomClassConfig)
     """A generation server class of the user's."""
 
 
@@ -171,9 +172,9 @@ class AdditionalPromptsConfig(ConfigNode):
     """A step takes the first data.train_batch_size groups that end, and aborts the others: no waiting for the longest
     responses, and shorter responses in the batch than the policy writes (scheduler/response_length/* shows it). Such a
     run does not resume bit for bit."""
-    max: int = key(16, at_least(1), unit="prompts")
+    max: int = key(16, at_least(1), unit="prompts", idle="enable is false")
     """Prompts in flight beyond data.train_batch_size."""
-    aborted: str = key("drop", one_of(*enums.ABORTED_PROMPTS))
+    aborted: str = key("drop", one_of(*enums.ABORTED_PROMPTS), idle="enable is false")
     """What becomes of aborted prompts. drop: they are not trained on in this epoch (ROLL). wait: they come first in the
     next step, which waits for them; none is lost, and hardly any time is won."""
 
@@ -191,7 +192,7 @@ class SchedulerConfig(ConfigNode):
     expand_n: bool = False
     """The n responses of a prompt may be sampled by different replicas: loads are more even, and the prompt is computed
     by each. false: by one replica, which computes it once."""
-    additional_prompts: AdditionalPromptsConfig = field(default_factory=AdditionalPromptsConfig)
+    additional_prompts: AdditionalPromptsConfig = section(AdditionalPromptsConfig)
     """More prompts than a step needs."""
 
 
@@ -309,24 +310,24 @@ class RolloutConfig(ConfigNode):
     sync_probe: bool = True
     """At each weight sync compare checksums of the trainer's shards, of what is sent and of what the engine holds, and
     log-probs of probe prompts."""
-    sync_probe_tolerance: float | None = key(None, above(0), unit="nats")
+    sync_probe_tolerance: float | None = key(None, above(0), unit="nats", idle="sync_probe is false")
     """Mean difference of the probe that passes. Null: 10x the first proved sync's, between 1e-4 and 1e-3 (float32) or
     2e-2 and 1e-1 (bfloat16)."""
-    engine_kwargs: EngineKwargsConfig = field(default_factory=EngineKwargsConfig)
+    engine_kwargs: EngineKwargsConfig = section(EngineKwargsConfig)
     """Arguments passed to the engine as they are."""
-    openai: EndpointConfig = field(default_factory=EndpointConfig)
+    openai: EndpointConfig = section(EndpointConfig, idle="name is not openai")
     """The model of rollout.name=openai."""
-    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    scheduler: SchedulerConfig = section(SchedulerConfig)
     """Which requests run where and when."""
-    val_kwargs: ValKwargsConfig = field(default_factory=ValKwargsConfig)
+    val_kwargs: ValKwargsConfig = section(ValKwargsConfig)
     """Sampling during validation."""
-    multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
+    multi_turn: MultiTurnConfig = section(MultiTurnConfig)
     """Tools and conversations."""
-    agent: AgentConfig = field(default_factory=AgentConfig)
+    agent: AgentConfig = section(AgentConfig)
     """Agent loops."""
-    gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    gateway: GatewayConfig = section(GatewayConfig)
     """Programs that talk to a base URL."""
-    outcomes: OutcomesConfig = field(default_factory=OutcomesConfig)
+    outcomes: OutcomesConfig = section(OutcomesConfig)
     """What becomes of episodes, by how they end."""
 
     def check(self) -> None:

@@ -9,7 +9,7 @@ import os
 import re
 import textwrap
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -207,6 +207,22 @@ def idle_while(key: str, state: str, *keys: str) -> Idle:
     name = word.removeprefix("not ")
     holds = _STATES.get(word) or (lambda value: (str(value) == name) == (name == word))
     return Idle(keys, lambda config: holds(get_value(config, key)), f"{key} is {state}")
+
+
+def declared_idle() -> Iterator[Idle]:
+    """The rows of keys and sections whose declaration says when they can have no effect."""
+    return _declared_idle(PPOConfig(), "")
+
+
+def _declared_idle(node: Any, prefix: str) -> Iterator[Idle]:
+    for field in fields(node):
+        value = getattr(node, field.name)
+        path = f"{prefix}{field.name}{'.' if is_dataclass(value) else ''}"
+        name, _, state = field.metadata.get("idle", "").partition(" is ")
+        if state:
+            yield idle_while(prefix + name if prefix + name in keys() else name, state, path)
+        if is_dataclass(value):
+            yield from _declared_idle(value, path)
 
 
 def from_dict(tree: dict[str, Any]) -> PPOConfig:

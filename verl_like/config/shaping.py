@@ -20,9 +20,9 @@ class RewardNormConfig(ConfigNode):
     """Which standard deviation divides: batch, group or running. Null: none. Rewards without spread stay undivided."""
     kind: str | None = key(None, one_of(*NORM_SCOPES))
     """Short form: batch, group or running sets mean and std at once. Null: mean and std count."""
-    shift: bool = False
+    shift: bool = key(False, idle="kind is null")
     """With kind: subtract the mean, divide by nothing."""
-    scale: bool = False
+    scale: bool = key(False, idle="kind is null")
     """With kind: divide by the standard deviation, subtract nothing. shift wins over it."""
 
 
@@ -32,7 +32,7 @@ class RewardScalingConfig(ConfigNode):
 
     enable: bool = False
     """Short form of reward_norm.std=running."""
-    center: bool = False
+    center: bool = key(False, idle="enable is false: centring belongs to scaling")
     """Also reward_norm.mean=running (TRL's use_score_norm). Nothing without enable."""
 
 
@@ -40,12 +40,14 @@ class RewardScalingConfig(ConfigNode):
 class AgentRewardNormConfig(ConfigNode):
     """`algorithm.agent_reward_norm.*`: normalisation of episode rewards over groups of one's choice (RAGEN, ROLL)."""
 
-    grouping: str = key("state", such_that(bool, "name state, inductive, batch or an extra_info column"))
+    grouping: str = key(
+        "state", such_that(bool, "name state, inductive, batch or an extra_info column"), idle="method is identity"
+    )
     """Rows that are compared: state (same prompt, that is, same initial state), inductive (same data_source, that is,
     same kind of task), batch (all), or the name of an extra_info column."""
     method: AgentNormMethod = AgentNormMethod.identity
     """identity (off), mean (subtract it), mean_std (and divide), asym_clip (mean_std, then clip)."""
-    clip: list[float] = key([-1.0, 3.0], RISING_PAIR)
+    clip: list[float] = key([-1.0, 3.0], RISING_PAIR, idle="method is not asym_clip")
     """Lowest and highest value that asym_clip lets through."""
 
 
@@ -56,7 +58,7 @@ class PFPPOConfig(ConfigNode):
     reweight_method: ReweightMethod = ReweightMethod.pow
     """Weight of a row: pow (|score| ** weight_pow), max_min (1 for the best and the worst score, 0 else) or max_random
     (0.4 for the best score, 0.1 else)."""
-    weight_pow: float = key(2.0, at_least(0))
+    weight_pow: float = key(2.0, at_least(0), idle="reweight_method is not pow")
     """Exponent of pow."""
 
 
@@ -66,7 +68,7 @@ class LengthRewardConfig(ConfigNode):
 
     enable: bool = False
     """Add coef * response tokens / data.max_response_length to each score."""
-    coef: float = 0.0
+    coef: float = key(0.0, idle="enable is false")
     """Reward of a response that uses the whole budget; below 0 punishes length."""
 
 
@@ -76,15 +78,15 @@ class OverlongBufferConfig(ConfigNode):
 
     enable: bool = False
     """Punish responses that end in the last `len` tokens of data.max_response_length, linearly."""
-    len: int = key(0, at_least(0), unit="tokens")
+    len: int = key(0, at_least(0), unit="tokens", idle="enable is false")
     """Width of the punished zone."""
-    penalty_factor: float = key(0.0, at_least(0))
+    penalty_factor: float = key(0.0, at_least(0), idle="enable is false")
     """Punishment at the end of the zone, and at most."""
-    log: bool = False
+    log: bool = key(False, idle="enable is false")
     """Report the punishment as a metric (reward/overlong_reward/mean, reward/overlong/mean)."""
-    truncated: TruncatedRows = TruncatedRows.penalise
+    truncated: TruncatedRows = key(TruncatedRows.penalise, idle="enable is false")
     """Responses that were cut off (finish reason length): penalise (by their length, as DAPO), zero (reward 0, as
     Colossal-RL) or keep (no punishment)."""
-    only_key: str | None = None
+    only_key: str | None = key(None, idle="enable is false")
     """Punish only rows for which the reward function returned something true under this name (Colossal-RL: rows in
     which an answer was found). Null: all."""

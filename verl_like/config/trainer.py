@@ -58,7 +58,7 @@ class TrainerConfig(ConfigNode):
         unit="processes",
     )
     """Worker processes per machine; auto: its GPUs, or 1 on CPU."""
-    placement: dict[str, Any] = field(default_factory=dict)
+    placement: dict[str, Any] = key({})
     """Pools of processes beside the main one (nnodes x n_gpus_per_node), and who is in them instead: {name: {roles:
     [critic, ref], nnodes: 1, n_gpus_per_node: 2}}. Or the devices of each role: {rollout: [2, 3], critic: 1}; those
     with the same numbers share a pool. Roles: rollout, ref, critic, reward; each pool has devices of its own."""
@@ -99,7 +99,7 @@ class TrainerConfig(ConfigNode):
     resume_mode: enums.ResumeMode = enums.ResumeMode.auto
     """auto (the newest checkpoint of default_local_dir, where there is one), disable (afresh), resume_path. A run that
     does not resume, in a folder that holds another run's files, goes to <folder>-2."""
-    resume_from_path: str | None = None
+    resume_from_path: str | None = key(None, idle="resume_mode is not resume_path")
     """Checkpoint folder (global_step_N) of resume_mode=resume_path: ours, or one that verl's FSDP trainer wrote."""
     default_local_dir: str = "checkpoints"
     """Folder of checkpoints; follows project_name and experiment_name."""
@@ -118,7 +118,7 @@ class TrainerConfig(ConfigNode):
     best_metric: str | None = None
     """Validation metric, as val-core/openai/gsm8k/acc/mean@1: the checkpoint of the step with the best value is saved
     at once and not deleted; best_checkpoint.json in default_local_dir names it. Null: none."""
-    best_mode: str = key("max", one_of("max", "min"))
+    best_mode: str = key("max", one_of("max", "min"), idle="best_metric is not set")
     """Whether the largest (max) or the smallest (min) value of best_metric is the best."""
     early_stop_patience: int | None = key(None, at_least(1), unit="validations")
     """End the run, with a checkpoint, after so many without a better best_metric. Null: never."""
@@ -129,13 +129,13 @@ class TrainerConfig(ConfigNode):
     max_skipped_updates: int = key(10, minus_one_or_positive(), unit="optimizer steps")
     """End the run after a step with which so many in a row of one role were skipped, because their gradients were not
     finite; -1: never."""
-    health: dict[str, str] = field(default_factory=dict)
+    health: dict[str, str] = key({})
     """What health rules do while the run goes on, as {failed_rewards: stop}: warn (also where a rule is not named),
     stop (the run ends, and its last step is saved), off. docs/report.md lists the rules."""
     logger: list[str] = field(default_factory=lambda: ["console"])
     """Trackers: console, tensorboard, wandb, mlflow, swanlab, trackio, or classes of your own, file.py:Name. Metrics
     always go to a jsonl file as well."""
-    logger_kwargs: dict[str, Any] = field(default_factory=dict)
+    logger_kwargs: dict[str, Any] = key({})
     """Further arguments of trackers, by name, as {wandb: {entity: me, tags: [a]}}: of the package's own init
     (tensorboard: of SummaryWriter; mlflow: tracking_uri and tags), or of your own class. Access keys belong into the
     environment."""
@@ -223,7 +223,7 @@ class RayInitConfig(ConfigNode):
     """Address of a running Ray cluster, or auto. Null: start a local one."""
     temp_dir: str | None = None
     """Folder of the local Ray's session files. Null: a temporary one that is removed."""
-    runtime_env: dict[str, Any] = field(default_factory=dict)
+    runtime_env: dict[str, Any] = key({})
     """Ray's runtime environment, for instance {env_vars: {NAME: value}}."""
     timeline_json_file: str | None = None
     """File for Ray's timeline of the run."""

@@ -7,6 +7,7 @@ from enum import StrEnum
 import pytest
 from omegaconf import OmegaConf
 
+from verl_like.config import PPOConfig
 from verl_like.config.base import (
     ConfigNode,
     above,
@@ -20,7 +21,7 @@ from verl_like.config.base import (
     subset_of,
     such_that,
 )
-from verl_like.config.schema import keys
+from verl_like.config.schema import declared_idle, keys, sections
 from verl_like.user_code import note_registered
 
 
@@ -114,3 +115,20 @@ def test_every_default_is_in_range():
     for path, leaf in keys().items():
         for each in leaf.ranges if leaf.default is not None else ():
             each.check(path, leaf.default)
+
+
+def test_what_a_declaration_says_of_idleness_names_real_keys():
+    rows = list(declared_idle())
+    assert len(rows) > 50
+    for row in rows:
+        deciding = row.why.partition(" is ")[0]
+        assert deciding in keys(), row
+        (covered,) = row.keys
+        assert covered in keys() or covered.rstrip(".") in sections(), row
+        row.when(PPOConfig())
+
+
+def test_a_condition_names_the_key_beside_it_in_each_section_that_shares_the_declaration():
+    why = {row.keys: row.why for row in declared_idle()}
+    assert why[("critic.optim.num_cycles",)] == "critic.optim.warmup_style is constant"
+    assert why[("ray_init.",)] == "trainer.launcher is local"
