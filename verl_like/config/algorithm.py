@@ -2,16 +2,10 @@
 
 from dataclasses import dataclass
 
-from verl_like.config.base import ConfigNode, above, at_least, between, key, on_menu, section
+from verl_like.config.base import ConfigNode, above, at_least, between, key, on_menu, rising_pair, section
 from verl_like.config.correction import RolloutCorrectionConfig
 from verl_like.config.enums import ADV_ESTIMATORS, KL_MENU, KLControlType, KLKind
-from verl_like.config.shaping import (
-    RISING_PAIR,
-    AgentRewardNormConfig,
-    PFPPOConfig,
-    RewardNormConfig,
-    RewardScalingConfig,
-)
+from verl_like.config.shaping import AgentRewardNormConfig, PFPPOConfig, RewardNormConfig, RewardScalingConfig
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,7 +41,7 @@ class FilterGroupsConfig(ConfigNode):
     metric: str | None = None
     """What is compared: score (null means that), seq_reward or seq_final_reward (score with length reward and overlong
     punishment), or a number that the reward function returns, such as acc."""
-    range: list[float] | None = key(None, RISING_PAIR)
+    range: list[float] | None = key(None, rising_pair())
     """Keep groups whose mean lies strictly between these two numbers (Colossal-RL: [0.01,0.99] of acc). Null: any."""
     std_threshold: float | None = key(None, at_least(-1))
     """Keep groups whose standard deviation is above this. Null: 0, or no such condition when range is set."""

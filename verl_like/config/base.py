@@ -117,6 +117,12 @@ def minus_one_or_positive() -> Range:
     )
 
 
+def rising_pair() -> Range:
+    """Lists of two numbers, the lower one first."""
+    fix = "give two numbers, the lower one first"
+    return such_that(lambda pair: len(pair) == 2 and pair[0] < pair[1], fix, "two numbers, rising")
+
+
 def one_of(*choices: str) -> Range:
     """These names."""
     return Range(lambda value: value in choices, lambda value: _choose(str(value), choices), ", ".join(choices))

@@ -2,12 +2,8 @@
 
 from dataclasses import dataclass
 
-from verl_like.config.base import ConfigNode, at_least, key, one_of, such_that
+from verl_like.config.base import ConfigNode, at_least, key, one_of, rising_pair, such_that
 from verl_like.config.enums import NORM_SCOPES, AgentNormMethod, ReweightMethod, TruncatedRows
-
-RISING_PAIR = such_that(
-    lambda pair: len(pair) == 2 and pair[0] < pair[1], "give two numbers, the lower one first", "two numbers, rising"
-)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,7 +43,7 @@ class AgentRewardNormConfig(ConfigNode):
     same kind of task), batch (all), or the name of an extra_info column."""
     method: AgentNormMethod = AgentNormMethod.identity
     """identity (off), mean (subtract it), mean_std (and divide), asym_clip (mean_std, then clip)."""
-    clip: list[float] = key([-1.0, 3.0], RISING_PAIR, idle="method is not asym_clip")
+    clip: list[float] = key([-1.0, 3.0], rising_pair(), idle="method is not asym_clip")
     """Lowest and highest value that asym_clip lets through."""
 
 
