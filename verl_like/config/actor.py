@@ -1,9 +1,9 @@
 """`actor_rollout_ref.{actor,ref}.*`: the policy's update and the frozen reference."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from verl_like.config import enums
-from verl_like.config.base import ConfigNode, above, at_least, between, on_menu, one_of, require
+from verl_like.config.base import ConfigNode, above, at_least, between, key, on_menu, one_of, require, section
 from verl_like.config.fsdp import FSDPConfig
 from verl_like.config.optim import OptimConfig
 from verl_like.config.profiler import CheckpointConfig, ProfilerConfig
@@ -13,17 +13,14 @@ from verl_like.config.profiler import CheckpointConfig, ProfilerConfig
 class ToprConfig(ConfigNode):
     """`actor.policy_loss.topr.*`."""
 
-    positive_weight: float = 1.0
+    positive_weight: float = key(1.0, at_least(0))
     """Weight of rows (or tokens) with a reward of 0 or more."""
-    negative_weight: float = 1.0
+    negative_weight: float = key(1.0, at_least(0))
     """Weight of the others, times their ratio cut at 1."""
     ratio_level: enums.RatioLevel = enums.RatioLevel.seq
     """seq: one ratio and one sign for the row, as published; token: each token its own."""
     reward_source: enums.RewardSource = enums.RewardSource.advantage
     """advantage: of adv_estimator; score: the row's score as graded, without baseline."""
-
-    def check(self) -> None:
-        at_least(self, 0, "positive_weight", "negative_weight")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -34,7 +31,7 @@ class SampleWeightConfig(ConfigNode):
     """Weight 0.5 + 1.5 x difficulty, the row's difficulty cut to [0, 1]."""
     length: bool = False
     """Weight from 1.5 for the shortest response down to 0.5 for the longest."""
-    difficulty_key: str = "difficulty"
+    difficulty_key: str = key("difficulty", idle="difficulty is false")
     """Name of the number in a dataset row's extra_info that says how difficult it is."""
     scope: enums.WeightScope = enums.WeightScope.mini_batch
     """Rows over which lengths are compared and weights normalised: mini_batch (one optimizer step) or batch (the whole
@@ -45,42 +42,37 @@ class SampleWeightConfig(ConfigNode):
 class PolicyLossConfig(ConfigNode):
     """`actor.policy_loss.*`."""
 
-    loss_mode: str = "vanilla"
+    loss_mode: str = key("vanilla", on_menu("actor_rollout_ref.actor.policy_loss.loss_mode", *enums.LOSS_MODES))
     """Policy loss: vanilla (PPO's clipped one), gspo, gspo_token, luspo, geo_mean, clip_cov, kl_cov, cispo, topr,
     vespo, dppo_tv, dppo_kl, sapo, dro, kimi, gpg, policy_gradient; or a function of your own, file.py:name."""
-    clip_cov_ratio: float = 0.0002
-    """[share of tokens] clip_cov: tokens of a mini-batch whose gradient is detached, at least one; 0: none."""
+    clip_cov_ratio: float = key(0.0002, between(0, 1), unit="share of tokens")
+    """clip_cov: tokens of a mini-batch whose gradient is detached, at least one; 0: none."""
     clip_cov_lb: float = 1.0
     """clip_cov: lower bound of the covariance window."""
     clip_cov_ub: float = 5.0
     """clip_cov: upper bound of the covariance window."""
-    kl_cov_ratio: float = 0.0002
-    """[share of tokens] kl_cov: tokens of a mini-batch that get a KL penalty, at least one; 0: none."""
-    ppo_kl_coef: float = 0.1
+    kl_cov_ratio: float = key(0.0002, between(0, 1), unit="share of tokens")
+    """kl_cov: tokens of a mini-batch that get a KL penalty, at least one; 0: none."""
+    ppo_kl_coef: float = key(0.1, at_least(0))
     """kl_cov: weight of that penalty."""
-    dro_beta: float = 0.1
+    dro_beta: float = key(0.1, above(0))
     """dro: weight of the squared distance from the old log-probs."""
-    kimi_tau: float = 0.1
+    kimi_tau: float = key(0.1, above(0))
     """kimi: weight of the squared distance of a row's log-prob from the old one."""
-    vespo_k_pos: float = 2.0
+    vespo_k_pos: float = key(2.0, at_least(0))
     """vespo: exponent of the row's ratio where the advantage is 0 or more."""
-    vespo_lambda_pos: float = 3.0
+    vespo_lambda_pos: float = key(3.0, at_least(0))
     """vespo: decay with the row's ratio where the advantage is 0 or more."""
-    vespo_k_neg: float = 3.0
+    vespo_k_neg: float = key(3.0, at_least(0))
     """vespo: exponent elsewhere."""
-    vespo_lambda_neg: float = 2.0
+    vespo_lambda_neg: float = key(2.0, at_least(0))
     """vespo: decay elsewhere."""
-    topr: ToprConfig = field(default_factory=ToprConfig)
+    topr: ToprConfig = section(ToprConfig)
     """Options of topr."""
 
     def check(self) -> None:
-        on_menu(self, "loss_mode", enums.LOSS_MODES, "actor_rollout_ref.actor.policy_loss.loss_mode")
-        above(self, 0, "dro_beta", "kimi_tau")
-        at_least(self, 0, "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
         lb, ub = self.clip_cov_lb, self.clip_cov_ub
         require(lb < ub, "clip_cov_lb", lb, f"must be below clip_cov_ub={ub!r}")
-        between(self, 0, 1, "clip_cov_ratio", "kl_cov_ratio")
-        at_least(self, 0, "ppo_kl_coef")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -89,97 +81,90 @@ class ActorConfig(ConfigNode):
 
     strategy: enums.Strategy = enums.Strategy.fsdp2
     """Sharding backend; `fsdp` is another name of fsdp2."""
-    ppo_mini_batch_size: int = 256
-    """[prompts] Prompts of one optimizer step (x rollout.n sequences), over all processes."""
-    ppo_micro_batch_size: int | None = None
-    """[sequences, all processes] Deprecated: divided by the data-parallel size. Use ppo_micro_batch_size_per_gpu."""
-    ppo_micro_batch_size_per_gpu: int | None = None
-    """[sequences] Sequences of one forward and backward on one process."""
+    ppo_mini_batch_size: int = key(256, at_least(1), unit="prompts")
+    """Prompts of one optimizer step (x rollout.n sequences), over all processes."""
+    ppo_micro_batch_size: int | None = key(None, at_least(1), unit="sequences, all processes")
+    """Deprecated: divided by the data-parallel size. Use ppo_micro_batch_size_per_gpu."""
+    ppo_micro_batch_size_per_gpu: int | None = key(None, at_least(1), unit="sequences")
+    """Sequences of one forward and backward on one process."""
     use_dynamic_bsz: bool | None = None
     """Cut micro-batches by tokens (ppo_max_token_len_per_gpu), not by number of sequences. Null: by tokens, unless a
     micro-batch size is given."""
-    ppo_max_token_len_per_gpu: int = 16384
-    """[tokens] Token budget of one micro-batch on one process."""
-    grad_clip: float = 1.0
+    ppo_max_token_len_per_gpu: int = key(16384, at_least(1), unit="tokens")
+    """Token budget of one micro-batch on one process."""
+    grad_clip: float = key(1.0, above(0))
     """Largest gradient norm; larger gradients are scaled down."""
-    clip_ratio: float = 0.2
+    clip_ratio: float = key(0.2, at_least(0))
     """PPO clip range of the probability ratio, both sides."""
-    clip_ratio_low: float | None = None
+    clip_ratio_low: float | None = key(None, at_least(0))
     """Lower side of the clip range. Null: clip_ratio."""
-    clip_ratio_high: float | None = None
+    clip_ratio_high: float | None = key(None, at_least(0))
     """Upper side of the clip range. Null: clip_ratio."""
-    clip_ratio_c: float | None = 3.0
+    clip_ratio_c: float | None = key(3.0, above(1))
     """Dual clip: for negative advantages the loss is capped at this ratio. Null: no dual clip."""
-    tau_pos: float = 1.0
+    tau_pos: float = key(1.0, above(0))
     """sapo: steepness of the gate where the advantage is positive."""
-    tau_neg: float = 1.05
+    tau_neg: float = key(1.05, above(0))
     """sapo: steepness of the gate elsewhere."""
-    loss_agg_mode: str | None = None
+    loss_agg_mode: str | None = key(None, one_of(*enums.LOSS_AGG_MODES))
     """How token losses become one number: token-mean, token-sum, seq-mean-token-sum, seq-mean-token-mean,
     seq-mean-token-sum-norm. Null: token-mean; with gspo and gspo_token as published, seq-mean-token-mean."""
-    loss_scale_factor: float | None = None
-    """[tokens] Divisor of seq-mean-token-sum-norm. Null: data.max_response_length."""
+    loss_scale_factor: float | None = key(
+        None, above(0), unit="tokens", idle="loss_agg_mode is not seq-mean-token-sum-norm"
+    )
+    """Divisor of seq-mean-token-sum-norm. Null: data.max_response_length."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
     use_kl_loss: bool = False
     """Add a KL term against the reference model to the loss."""
-    kl_loss_coef: float = 0.001
+    kl_loss_coef: float = key(0.001, at_least(0), idle="use_kl_loss is false")
     """Weight of that KL term."""
-    kl_loss_type: str = "low_var_kl"
+    kl_loss_type: str = key("low_var_kl", on_menu(enums.KL_MENU, *enums.KLKind), idle="use_kl_loss is false")
     """Estimator of that KL term: kl (k1), abs, mse (k2), low_var_kl (k3), or full (exact, over the vocabulary); with +
     its value and the gradient of k2; or a function of your own, file.py:name."""
-    use_unbiased_kl: bool = False
+    use_unbiased_kl: bool = key(False, idle="use_kl_loss is false")
     """Multiply that KL term by the probability ratio: value and gradient then hold for off-policy rows too. With
     kl (k1) and low_var_kl (k3) only."""
-    rl_loss_coef: float = 1.0
+    rl_loss_coef: float = key(1.0, at_least(0))
     """Weight of policy loss and KL term together; entropy and sft terms keep their own."""
-    sft_loss_coef: float = 0.0
+    sft_loss_coef: float = key(0.0, at_least(0))
     """Weight of -log_prob on rows with a score above 0 (imitation of good responses); 0: off."""
-    sample_weight: SampleWeightConfig = field(default_factory=SampleWeightConfig)
+    sample_weight: SampleWeightConfig = section(SampleWeightConfig)
     """Weights of rows in the policy loss."""
-    ratio_skip_threshold: float | None = None
-    """[ratio] Rows whose mean token ratio is above it (1 or more) add nothing to the loss. Null: none is skipped."""
+    # Below 1 it would skip rows that the policy sampled itself
+    ratio_skip_threshold: float | None = key(None, at_least(1), unit="ratio")
+    """Rows whose mean token ratio is above it (1 or more) add nothing to the loss. Null: none is skipped."""
     mask_truncated: bool = False
     """Leave cut-off responses (finish reason length) out of the actor's update; their scores count in the baseline."""
     freeze_vision_tower: bool = False
     """Vision-language models: train the language model alone; the tower then keeps no activations."""
     use_torch_compile: bool = False
     """Compile the model's layers with torch.compile."""
-    ppo_epochs: int = 1
+    ppo_epochs: int = key(1, at_least(1))
     """Passes over the rollout batch in each step."""
     shuffle: bool = False
     """Shuffle prompts before cutting mini-batches, by seed and epoch."""
     old_log_probs: enums.OldLogProbs = enums.OldLogProbs.auto
     """Log-probs before the update: recompute (a forward pass), rollout (the sampler's), detach (the first forward of
     the update, exact with one update per step), auto (detach with one update per step, else recompute)."""
-    policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+    policy_loss: PolicyLossConfig = section(PolicyLossConfig)
     """Which policy loss."""
-    ulysses_sequence_parallel_size: int = 1
-    """[processes] Processes that share one sequence."""
+    ulysses_sequence_parallel_size: int = key(1, at_least(1), unit="processes")
+    """Processes that share one sequence."""
     entropy_from_logits_with_chunking: bool = False
     """Entropy from full logits (model.use_fused_kernels=false) 2,048 tokens at a time."""
     entropy_checkpointing: bool = False
     """Entropy from full logits (model.use_fused_kernels=false) again in the backward pass, for which it keeps less."""
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    checkpoint: CheckpointConfig = section(CheckpointConfig)
     """What checkpoints hold."""
-    optim: OptimConfig = field(default_factory=OptimConfig)
+    optim: OptimConfig = section(OptimConfig)
     """Optimizer and schedule."""
-    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    fsdp_config: FSDPConfig = section(FSDPConfig)
     """Sharding of the actor."""
-    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+    profiler: ProfilerConfig = section(ProfilerConfig)
     """Profiling of the actor."""
 
     def check(self) -> None:
-        at_least(self, 1, "ppo_mini_batch_size", "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu")
-        at_least(self, 1, "ppo_max_token_len_per_gpu", "ppo_epochs", "ulysses_sequence_parallel_size")
-        above(self, 0, "grad_clip", "loss_scale_factor", "tau_pos", "tau_neg")
-        at_least(self, 1, "ratio_skip_threshold")  # below 1 it would skip rows that the policy sampled itself
-        at_least(self, 0, "rl_loss_coef", "sft_loss_coef")
-        at_least(self, 0, "clip_ratio", "clip_ratio_low", "clip_ratio_high", "kl_loss_coef")
-        above(self, 1, "clip_ratio_c")
-        if self.loss_agg_mode is not None:
-            one_of(self, "loss_agg_mode", enums.LOSS_AGG_MODES)
-        on_menu(self, "kl_loss_type", tuple(enums.KLKind), enums.KL_MENU)
         not_both(self, "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu")
 
 
@@ -189,30 +174,28 @@ class RefConfig(ConfigNode):
 
     strategy: enums.Strategy = enums.Strategy.fsdp2
     """Sharding backend; follows the actor's."""
-    log_prob_micro_batch_size: int | None = None
-    """[sequences, all processes] Deprecated: divided by the data-parallel size. Use the per_gpu key."""
-    log_prob_micro_batch_size_per_gpu: int | None = None
-    """[sequences] Sequences of one forward. Null: the actor's, where micro-batches are not cut by tokens."""
+    log_prob_micro_batch_size: int | None = key(None, at_least(1), unit="sequences, all processes")
+    """Deprecated: divided by the data-parallel size. Use the per_gpu key."""
+    log_prob_micro_batch_size_per_gpu: int | None = key(None, at_least(1), unit="sequences")
+    """Sequences of one forward. Null: the actor's, where micro-batches are not cut by tokens."""
     log_prob_use_dynamic_bsz: bool | None = None
     """Cut micro-batches by tokens; follows the actor's. Null: unless a size is given here, or else the actor's way."""
-    log_prob_max_token_len_per_gpu: int = 16384
-    """[tokens] Token budget of one forward; follows the actor's."""
-    ulysses_sequence_parallel_size: int = 1
-    """[processes] Processes that share one sequence; follows the actor's."""
+    log_prob_max_token_len_per_gpu: int = key(16384, at_least(1), unit="tokens")
+    """Token budget of one forward; follows the actor's."""
+    ulysses_sequence_parallel_size: int = key(1, at_least(1), unit="processes")
+    """Processes that share one sequence; follows the actor's."""
     use_torch_compile: bool = False
     """Compile the reference's layers; follows the actor's."""
     entropy_from_logits_with_chunking: bool = False
     """Accepted: the reference's entropy is not computed."""
     entropy_checkpointing: bool = False
     """Accepted: the reference's entropy is not computed."""
-    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    fsdp_config: FSDPConfig = section(FSDPConfig)
     """Sharding of the reference."""
-    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+    profiler: ProfilerConfig = section(ProfilerConfig)
     """Profiling of the reference."""
 
     def check(self) -> None:
-        at_least(self, 1, "log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu")
-        at_least(self, 1, "log_prob_max_token_len_per_gpu", "ulysses_sequence_parallel_size")
         not_both(self, "log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu")
 
 

@@ -1,8 +1,8 @@
 """`algorithm.*`: advantages and the KL penalty in the reward."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from verl_like.config.base import ConfigNode, above, at_least, between, on_menu, require
+from verl_like.config.base import ConfigNode, above, at_least, between, key, on_menu, rising_pair, section
 from verl_like.config.correction import RolloutCorrectionConfig
 from verl_like.config.enums import ADV_ESTIMATORS, KL_MENU, KLControlType, KLKind
 from verl_like.config.shaping import AgentRewardNormConfig, PFPPOConfig, RewardNormConfig, RewardScalingConfig
@@ -14,30 +14,22 @@ class KLControlConfig(ConfigNode):
 
     type: KLControlType = KLControlType.fixed
     """fixed, or adaptive (moves the coefficient towards target_kl)."""
-    kl_coef: float = 0.001
+    kl_coef: float = key(0.001, at_least(0))
     """Coefficient, or its start."""
-    horizon: int = 10000
-    """[sequences] Time constant of the adaptive controller."""
-    target_kl: float = 0.1
-    """[nats] KL the adaptive controller aims at."""
-
-    def check(self) -> None:
-        at_least(self, 0, "kl_coef")
-        at_least(self, 1, "horizon")
-        above(self, 0, "target_kl")
+    horizon: int = key(10000, at_least(1), unit="sequences", idle="type is fixed")
+    """Time constant of the adaptive controller."""
+    target_kl: float = key(0.1, above(0), unit="nats", idle="type is fixed")
+    """KL the adaptive controller aims at."""
 
 
 @dataclass(kw_only=True, slots=True)
 class GiGPOConfig(ConfigNode):
     """`algorithm.gigpo.*`: weights of the two advantages of gigpo."""
 
-    episode_weight: float = 1.0
+    episode_weight: float = key(1.0, at_least(0))
     """Weight of the advantage of the whole response."""
-    step_weight: float = 1.0
+    step_weight: float = key(1.0, at_least(0))
     """Weight of the advantage of the turn."""
-
-    def check(self) -> None:
-        at_least(self, 0, "episode_weight", "step_weight")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -49,83 +41,70 @@ class FilterGroupsConfig(ConfigNode):
     metric: str | None = None
     """What is compared: score (null means that), seq_reward or seq_final_reward (score with length reward and overlong
     punishment), or a number that the reward function returns, such as acc."""
-    range: list[float] | None = None
+    range: list[float] | None = key(None, rising_pair())
     """Keep groups whose mean lies strictly between these two numbers (Colossal-RL: [0.01,0.99] of acc). Null: any."""
-    std_threshold: float | None = None
+    std_threshold: float | None = key(None, at_least(-1))
     """Keep groups whose standard deviation is above this. Null: 0, or no such condition when range is set."""
     resample: bool = True
     """true: draw again for groups that were dropped. false: draw once, keep them and mask their loss (Colossal-RL)."""
-    max_num_gen_batches: int = 0
-    """[draws] Most draws for one step, then the run stops. 0: as many as give every training prompt ten times."""
-
-    def check(self) -> None:
-        at_least(self, 0, "max_num_gen_batches")
-        at_least(self, -1, "std_threshold")
-        legal = self.range is None or (len(self.range) == 2 and self.range[0] < self.range[1])
-        require(legal, "range", self.range, "give two numbers, the lower one first")
+    max_num_gen_batches: int = key(0, at_least(0), unit="draws")
+    """Most draws for one step, then the run stops. 0: as many as give every training prompt ten times."""
 
 
 @dataclass(kw_only=True, slots=True)
 class AlgorithmConfig(ConfigNode):
     """`algorithm.*`."""
 
-    adv_estimator: str = "gae"
+    adv_estimator: str = key("gae", on_menu("algorithm.adv_estimator", *ADV_ESTIMATORS))
     """Advantage estimator: gae (with a critic), reinforce, reinforce_plus_plus, reinforce_plus_plus_baseline, grpo,
     dr_grpo, grpo_passk, rloo, opo, gpg, maxrl, lite_ppo, remax, optimal_token_baseline, tir_optimal_token_baseline,
     gdpo (several rewards), gigpo, step_reinforce (multi-turn); or a function of your own, file.py:name."""
-    gamma: float = 1.0
+    gamma: float = key(1.0, between(0, 1))
     """Discount of future rewards, per token."""
-    lam: float = 1.0
+    lam: float = key(1.0, between(0, 1))
     """Trade between bias and variance in gae."""
     norm_adv_by_std_in_grpo: bool = True
     """grpo, grpo_passk, gdpo, gigpo: divide advantages by the group's standard deviation (false: Dr. GRPO)."""
-    gdpo_reward_keys: list[str] = field(default_factory=list)
+    gdpo_reward_keys: list[str] = key([], idle="adv_estimator is not gdpo")
     """gdpo: rewards that are normalised one by one. score is the response's reward; others as the reward function names
     them, such as acc."""
-    gdpo_reward_weights: list[float] = field(default_factory=list)
+    gdpo_reward_weights: list[float] = key([], idle="adv_estimator is not gdpo")
     """gdpo: weight of each of them. Empty: 1."""
-    step_reward_gamma: float = 0.95
+    step_reward_gamma: float = key(0.95, between(0, 1))
     """gigpo, step_reinforce: discount of future rewards, per turn."""
-    gigpo: GiGPOConfig = field(default_factory=GiGPOConfig)
+    gigpo: GiGPOConfig = section(GiGPOConfig)
     """Weights of gigpo."""
     use_kl_in_reward: bool = False
     """Subtract a KL penalty against the reference from the token rewards."""
-    kl_penalty: str = "kl"
+    kl_penalty: str = key("kl", on_menu(KL_MENU, *KLKind), idle="use_kl_in_reward is false")
     """Estimator of that penalty: kl (k1), abs, mse (k2), low_var_kl (k3), or full (exact, over the vocabulary); or a
     function of your own, file.py:name."""
-    kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
+    kl_ctrl: KLControlConfig = section(KLControlConfig, idle="use_kl_in_reward is false")
     """Coefficient of that penalty."""
-    reward_norm: RewardNormConfig = field(default_factory=RewardNormConfig)
+    reward_norm: RewardNormConfig = section(RewardNormConfig)
     """Normalisation of the rewards of responses."""
-    reward_scaling: RewardScalingConfig = field(default_factory=RewardScalingConfig)
+    reward_scaling: RewardScalingConfig = section(RewardScalingConfig)
     """Short forms of reward_norm over all steps."""
-    agent_reward_norm: AgentRewardNormConfig = field(default_factory=AgentRewardNormConfig)
+    agent_reward_norm: AgentRewardNormConfig = section(AgentRewardNormConfig)
     """Normalisation over groups of one's choice, in place of reward_norm."""
-    reward_clip: float | None = None
+    reward_clip: float | None = key(None, at_least(0))
     """Clip the reward of a response to +- this, after normalisation. Null or 0: off."""
-    token_reward_clip: float | None = None
+    token_reward_clip: float | None = key(None, at_least(0))
     """Clip the reward of each token to +- this, after the KL penalty. Null or 0: off."""
     whiten_rewards: bool = False
     """Whiten token rewards over all sampled tokens, before advantages: tokens without a reward get one too."""
     whiten_advantages: bool = False
     """Whiten advantages over all sampled tokens."""
-    advantage_clip: float | None = None
+    advantage_clip: float | None = key(None, at_least(0))
     """Clip advantages to +- this, after whitening. Null or 0: off."""
     use_pf_ppo: bool = False
     """Resample responses by score, after advantages (PF-PPO)."""
-    pf_ppo: PFPPOConfig = field(default_factory=PFPPOConfig)
+    pf_ppo: PFPPOConfig = section(PFPPOConfig, idle="use_pf_ppo is false")
     """Options of PF-PPO."""
-    min_group_size: int | None = None
-    """[responses] A prompt's responses are trained on where at least so many have a score; the others of the batch are
-    counted (groups/too_small). With filter_groups another prompt is drawn instead. Null: any number."""
-    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
+    min_group_size: int | None = key(None, at_least(1), unit="responses")
+    """A prompt's responses are trained on where at least so many have a score; the others of the batch are counted
+    (groups/too_small). With filter_groups another prompt is drawn instead. Null: any number."""
+    filter_groups: FilterGroupsConfig = section(FilterGroupsConfig)
     """Dynamic sampling."""
-    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+    rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)
     """Weights and rejections against the mismatch of trainer and rollout engine."""
-
-    def check(self) -> None:
-        on_menu(self, "adv_estimator", ADV_ESTIMATORS, "algorithm.adv_estimator")
-        on_menu(self, "kl_penalty", tuple(KLKind), KL_MENU)
-        between(self, 0, 1, "gamma", "lam", "step_reward_gamma")
-        at_least(self, 1, "min_group_size")
-        at_least(self, 0, "reward_clip", "token_reward_clip", "advantage_clip")

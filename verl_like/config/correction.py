@@ -5,7 +5,7 @@ The keys are verl's; docs/rollout_correction.md explains them. Standard library 
 
 from dataclasses import dataclass
 
-from verl_like.config.base import ConfigNode, above, between, one_of, require
+from verl_like.config.base import ConfigNode, above, between, key, one_of, require
 
 IS_LEVELS = ("token", "segment", "geometric", "sequence")
 RS_OPTIONS = tuple(
@@ -26,34 +26,30 @@ class RolloutCorrectionConfig(ConfigNode):
     `algorithm.rollout_correction.preset=<name>` sets all of them at once; keys set after it win.
     """
 
-    rollout_is: str | None = None
+    rollout_is: str | None = key(None, one_of(*IS_LEVELS))
     """Importance weights trainer / sampler on the policy loss: token, segment (mean over a turn), geometric (mean over
     the row), sequence (product over the row). Null: none."""
-    rollout_is_threshold: float | int | str | None = 2.0
-    """[ratio] Cap of the weights (truncated importance sampling). "low_high", for instance "0.5_5.0": weights outside
-    become 0 (IcePop). Null: no cap."""
-    rollout_is_batch_normalize: bool = False
+    rollout_is_threshold: float | int | str | None = key(2.0, unit="ratio", idle="rollout_is is not set")
+    """Cap of the weights (truncated importance sampling). "low_high", for instance "0.5_5.0": weights outside become 0
+    (IcePop). Null: no cap."""
+    rollout_is_batch_normalize: bool = key(False, idle="rollout_is is not set")
     """Divide the weights by their mean over the whole batch."""
     rollout_rs: str | None = None
     """Rejections, comma-separated, all must pass: {token, segment_mean, seq_mean, seq_sum}_{k1, k2, k3, diff},
     seq_max_{k2, k3}. Null: none."""
-    rollout_rs_threshold: float | int | str | None = None
+    rollout_rs_threshold: float | int | str | None = key(None, idle="rollout_rs is not set")
     """Bounds of rollout_rs, one for all or comma-separated. k1: "low_high" of the ratio sampler / trainer (a number x:
     1/x to x). diff: "low_high" of the probability trainer - sampler. k2, k3: an upper bound."""
-    rollout_token_veto_threshold: float | None = None
-    """[ratio] Reject a row in which any token's ratio trainer / sampler is below this. Null: off."""
+    # Of ratios, which are about 1
+    rollout_token_veto_threshold: float | None = key(None, above(0), between(0, 1), unit="ratio")
+    """Reject a row in which any token's ratio trainer / sampler is below this. Null: off."""
     bypass_mode: bool = False
     """Take the sampler's log-probs as the old ones: no extra pass (actor.old_log_probs=rollout)."""
-    loss_type: str = "ppo_clip"
+    loss_type: str = key("ppo_clip", one_of(*LOSS_TYPES))
     """Policy loss with bypass_mode: ppo_clip (policy_loss.loss_mode; its ratio corrects already) or reinforce
     (-log-prob x advantage x the weights of rollout_is)."""
 
     def check(self) -> None:
-        if self.rollout_is is not None:
-            one_of(self, "rollout_is", IS_LEVELS)
-        one_of(self, "loss_type", LOSS_TYPES)
-        above(self, 0, "rollout_token_veto_threshold")
-        between(self, 0, 1, "rollout_token_veto_threshold")  # of ratios, which are about 1
         weight_bounds(self.rollout_is_threshold)
         parse_rejections(self.rollout_rs, self.rollout_rs_threshold)
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from verl_like.config.actor import not_both
-from verl_like.config.base import ConfigNode, above, at_least, one_of
+from verl_like.config.base import ConfigNode, above, at_least, key, one_of, section
 from verl_like.config.enums import LOSS_AGG_MODES, Strategy
 from verl_like.config.model import CriticModelConfig
 from verl_like.config.optim import OptimConfig
@@ -18,50 +18,43 @@ class CriticConfig(ConfigNode):
     """Train a critic. Null: when algorithm.adv_estimator needs one (gae)."""
     strategy: Strategy = Strategy.fsdp2
     """Sharding backend; follows the actor's."""
-    model: CriticModelConfig = field(default_factory=CriticModelConfig)
+    model: CriticModelConfig = section(CriticModelConfig)
     """The value model; its path follows the actor's."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     """Optimizer and schedule."""
-    ppo_mini_batch_size: int = 256
-    """[prompts] Prompts of one optimizer step (x rollout.n sequences), over all processes; follows the actor's."""
-    ppo_micro_batch_size: int | None = None
-    """[sequences, all processes] Deprecated: divided by the data-parallel size. Use ppo_micro_batch_size_per_gpu."""
-    ppo_micro_batch_size_per_gpu: int | None = None
-    """[sequences] Sequences of one forward and backward."""
-    forward_micro_batch_size: int | None = None
-    """[sequences, all processes] Deprecated: divided by the data-parallel size. Use the per_gpu key."""
-    forward_micro_batch_size_per_gpu: int | None = None
-    """[sequences] Sequences of one forward of the values. Null: ppo_micro_batch_size_per_gpu."""
+    ppo_mini_batch_size: int = key(256, at_least(1), unit="prompts")
+    """Prompts of one optimizer step (x rollout.n sequences), over all processes; follows the actor's."""
+    ppo_micro_batch_size: int | None = key(None, at_least(1), unit="sequences, all processes")
+    """Deprecated: divided by the data-parallel size. Use ppo_micro_batch_size_per_gpu."""
+    ppo_micro_batch_size_per_gpu: int | None = key(None, at_least(1), unit="sequences")
+    """Sequences of one forward and backward."""
+    forward_micro_batch_size: int | None = key(None, at_least(1), unit="sequences, all processes")
+    """Deprecated: divided by the data-parallel size. Use the per_gpu key."""
+    forward_micro_batch_size_per_gpu: int | None = key(None, at_least(1), unit="sequences")
+    """Sequences of one forward of the values. Null: ppo_micro_batch_size_per_gpu."""
     use_dynamic_bsz: bool | None = None
     """Cut micro-batches by tokens; follows the actor's. Null: by tokens, unless a micro-batch size is given."""
-    ppo_max_token_len_per_gpu: int = 32768
-    """[tokens] Token budget of one forward and backward."""
-    forward_max_token_len_per_gpu: int = 32768
-    """[tokens] Token budget of one forward of the values; follows ppo_max_token_len_per_gpu."""
-    ulysses_sequence_parallel_size: int = 1
-    """[processes] Processes that share one sequence."""
-    ppo_epochs: int = 1
+    ppo_max_token_len_per_gpu: int = key(32768, at_least(1), unit="tokens")
+    """Token budget of one forward and backward."""
+    forward_max_token_len_per_gpu: int = key(32768, at_least(1), unit="tokens")
+    """Token budget of one forward of the values; follows ppo_max_token_len_per_gpu."""
+    ulysses_sequence_parallel_size: int = key(1, at_least(1), unit="processes")
+    """Processes that share one sequence."""
+    ppo_epochs: int = key(1, at_least(1))
     """Passes over the rollout batch in each step; follows the actor's."""
     shuffle: bool = False
     """Shuffle prompts before cutting mini-batches; follows the actor's."""
-    grad_clip: float = 1.0
+    grad_clip: float = key(1.0, above(0))
     """Largest gradient norm; larger gradients are scaled down."""
-    cliprange_value: float = 0.5
+    cliprange_value: float = key(0.5, above(0))
     """Clip range of the value around the old value."""
-    loss_agg_mode: str | None = None
+    loss_agg_mode: str | None = key(None, one_of(*LOSS_AGG_MODES))
     """How token losses become one number; follows the actor's. Null: token-mean."""
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    checkpoint: CheckpointConfig = section(CheckpointConfig)
     """What checkpoints hold."""
-    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+    profiler: ProfilerConfig = section(ProfilerConfig)
     """Profiling of the critic."""
 
     def check(self) -> None:
-        at_least(self, 1, "ppo_mini_batch_size", "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu")
-        at_least(self, 1, "forward_micro_batch_size", "forward_micro_batch_size_per_gpu", "ppo_epochs")
-        at_least(self, 1, "ppo_max_token_len_per_gpu", "forward_max_token_len_per_gpu")
-        at_least(self, 1, "ulysses_sequence_parallel_size")
-        above(self, 0, "grad_clip", "cliprange_value")
-        if self.loss_agg_mode is not None:
-            one_of(self, "loss_agg_mode", LOSS_AGG_MODES)
         not_both(self, "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu")
         not_both(self, "forward_micro_batch_size", "forward_micro_batch_size_per_gpu")

@@ -1,10 +1,15 @@
 """`data.*`: which prompts, how they are tokenised and drawn."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from verl_like.config.base import ConfigNode, above, at_least, minus_one_or_positive, require
+from verl_like.config.base import ConfigNode, above, at_least, key, minus_one_or_positive, require, section, such_that
 from verl_like.config.enums import CHAT_TEMPLATES, SpelledTokens, Truncation
+
+_TEMPLATE = such_that(
+    lambda name: name in CHAT_TEMPLATES or "/" in name or "." in name,
+    f"choose one of {', '.join(CHAT_TEMPLATES)}, or give the path of a Jinja file",
+)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -16,7 +21,7 @@ class CustomClassConfig(ConfigNode):
     one."""
     name: str | None = None
     """Name of the class in that file."""
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    kwargs: dict[str, Any] = key({})
     """Further keyword arguments of its constructor."""
 
 
@@ -27,9 +32,9 @@ class SamplerConfig(ConfigNode):
     class_path: str | None = None
     """Python file that holds the sampler class, or pkg://module, or with the class's name file.py:Name. Null: the
     built-in resumable sampler."""
-    class_name: str | None = None
+    class_name: str | None = key(None, idle="class_path is null")
     """Name of the sampler class in that file."""
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    kwargs: dict[str, Any] = key({}, idle="class_path is null")
     """Further keyword arguments of its constructor."""
 
 
@@ -43,15 +48,20 @@ class DataConfig(ConfigNode):
     """Copy data files to shared memory (/dev/shm) before reading; removed at the end of the run."""
     cache_dir: str | None = None
     """Folder where remote files (hdfs://, s3:// ...) are kept. Null: ~/.cache/verl_like/data."""
-    train_files: list[str] = field(default_factory=lambda: ["~/data/rlhf/gsm8k/train.parquet"])
+    train_files: list[str] = key(["~/data/rlhf/gsm8k/train.parquet"], such_that(len, "give at least one training file"))
     """Training files (parquet, json, jsonl, csv, arrow; local or remote); one path or a list."""
-    val_files: Any = field(default_factory=lambda: ["~/data/rlhf/gsm8k/test.parquet"])
+    val_files: Any = key(
+        ["~/data/rlhf/gsm8k/test.parquet"],
+        such_that(
+            lambda it: isinstance(it, str | list | dict), "give a path, a list of paths or a dictionary {name: path}"
+        ),
+    )
     """Validation files: one path, a list, or a dictionary {name: path} whose sets are reported apart. An empty list:
     no validation."""
-    train_max_samples: int = -1
-    """[prompts] Use only this many training rows; -1: all."""
-    val_max_samples: int = -1
-    """[prompts] Use only this many validation rows; -1: all."""
+    train_max_samples: int = key(-1, minus_one_or_positive(), unit="prompts")
+    """Use only this many training rows; -1: all."""
+    val_max_samples: int = key(-1, minus_one_or_positive(), unit="prompts")
+    """Use only this many validation rows; -1: all."""
     prompt_key: str = "prompt"
     """Column with the prompt: a text or chat messages."""
     messages_key: str | None = None
@@ -64,23 +74,23 @@ class DataConfig(ConfigNode):
     """Column that selects the reward function of a row."""
     default_data_source: str = "unknown"
     """Data source of the rows of files without the column reward_fn_key."""
-    domain_weights: dict[str, float] = field(default_factory=dict)
+    domain_weights: dict[str, float] = key({})
     """Data source -> weight: the share of each source in every training batch, whatever the size of its files. Empty:
     all rows alike."""
     prompt_id_key: str | None = None
     """Column with a prompt's id; it reaches the reward function and the sample files."""
-    max_prompt_id_length: int | None = None
-    """[tokens] Longest tokenised prompt id; a longer one is an error. Null: the ids are not tokenised."""
-    max_prompt_length: int = 512
-    """[tokens] Longest prompt."""
-    max_response_length: int = 512
-    """[tokens] Longest response."""
-    train_batch_size: int = 1024
-    """[prompts] Prompts of one training step; each is answered rollout.n times."""
-    gen_batch_size: int | None = None
-    """[prompts] Prompts of one draw of dynamic sampling (algorithm.filter_groups). Null: train_batch_size."""
-    val_batch_size: int | None = None
-    """[prompts] Validation rows generated at a time. Null: all at once."""
+    max_prompt_id_length: int | None = key(None, at_least(1), unit="tokens", idle="prompt_id_key is not set")
+    """Longest tokenised prompt id; a longer one is an error. Null: the ids are not tokenised."""
+    max_prompt_length: int = key(512, at_least(1), unit="tokens")
+    """Longest prompt."""
+    max_response_length: int = key(512, at_least(1), unit="tokens")
+    """Longest response."""
+    train_batch_size: int = key(1024, at_least(1), unit="prompts")
+    """Prompts of one training step; each is answered rollout.n times."""
+    gen_batch_size: int | None = key(None, at_least(1), unit="prompts")
+    """Prompts of one draw of dynamic sampling (algorithm.filter_groups). Null: train_batch_size."""
+    val_batch_size: int | None = key(None, at_least(1), unit="prompts")
+    """Validation rows generated at a time. Null: all at once."""
     return_raw_input_ids: bool = False
     """Give the reward function the prompt's tokens without the chat template: extra_info["raw_input_ids"]."""
     return_raw_chat: bool = False
@@ -89,38 +99,40 @@ class DataConfig(ConfigNode):
     """Give the reward function the prompt's text with the chat template: extra_info["full_prompts"]."""
     shuffle: bool = True
     """Draw training prompts in a random order, a new one each epoch."""
-    seed: int | None = None
+    seed: int | None = key(None, at_least(0), idle="shuffle is false")
     """Seed of the sampler. Null: trainer.seed."""
     validation_shuffle: bool = False
     """Shuffle validation rows."""
-    dataloader_num_workers: int = 8
-    """[processes] Background processes that load and tokenise."""
+    dataloader_num_workers: int = key(8, at_least(0), unit="processes")
+    """Background processes that load and tokenise."""
     filter_overlong_prompts: bool = False
     """Drop prompts longer than max_prompt_length when loading."""
-    filter_overlong_prompts_workers: int = 1
-    """[processes] Processes that measure prompt lengths for the filter."""
+    filter_overlong_prompts_workers: int = key(
+        1, at_least(1), unit="processes", idle="filter_overlong_prompts is false"
+    )
+    """Processes that measure prompt lengths for the filter."""
     truncation: Truncation = Truncation.error
     """What to do with a prompt that is too long: error, left (keep the end), right (keep the start), middle."""
     image_key: str | None = "images"
     """Column with images, one for each <image> in the prompt. Null: none, and <image> in a prompt is plain text."""
     video_key: str | None = "videos"
     """Column with videos, one for each <video> in the prompt. Null: none, and <video> in a prompt is plain text."""
-    max_image_megapixels: float = 64.0
-    """[millions of pixels] A larger image or frame is an error (before the processor makes it smaller)."""
+    max_image_megapixels: float = key(64.0, above(0), unit="millions of pixels")
+    """A larger image or frame is an error (before the processor makes it smaller)."""
     trust_remote_code: bool = False
     """Run Python code that comes with the tokenizer."""
-    custom_cls: CustomClassConfig = field(default_factory=CustomClassConfig)
+    custom_cls: CustomClassConfig = section(CustomClassConfig)
     """A dataset class of the user's."""
-    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    sampler: SamplerConfig = section(SamplerConfig)
     """A sampler class of the user's."""
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = key({})
     """Keys of your own for your data set or sampler, which finds them as config.<name>; +data.<name>=value on the
     command line sets one."""
-    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    apply_chat_template_kwargs: dict[str, Any] = key({})
     """Keyword arguments of the tokenizer's apply_chat_template, for instance enable_thinking."""
     continue_final_message: bool = True
     """Go on with a row's last message if it is an assistant's; graders read both. False: another turn begins (verl)."""
-    chat_template: str = "native"
+    chat_template: str = key("native", _TEMPLATE)
     """How messages become text: native (the tokenizer's template), none (one user message as it is), chatml, qwen2_5,
     llama3, gemma, r1_zero, or the path of a Jinja file."""
     special_tokens_in_text: SpelledTokens = SpelledTokens.text
@@ -129,27 +141,13 @@ class DataConfig(ConfigNode):
     system_prompt: str | None = None
     """System message of prompts that have none: a text, one of think_answer_tags, boxed, code (what the grader of that
     name asks for), or auto: that of reward_model.rule."""
-    self_check_rows: int = 0
-    """[rows] Rows of each data source whose reference answer is graded before training starts; 0: none."""
+    self_check_rows: int = key(0, at_least(0), unit="rows")
+    """Rows of each data source whose reference answer is graded before training starts; 0: none."""
 
     def check(self) -> None:
         ours = {"add_generation_prompt", "continue_final_message", "conversation", "messages", "tokenize", "tools"}
         ours &= {*self.apply_chat_template_kwargs}
         require(not ours, "apply_chat_template_kwargs", ours, "the trainer sets these; see data.continue_final_message")
-        at_least(self, 1, "max_prompt_length", "max_response_length", "train_batch_size", "gen_batch_size")
-        at_least(self, 1, "val_batch_size", "filter_overlong_prompts_workers", "max_prompt_id_length")
-        at_least(self, 0, "dataloader_num_workers", "seed", "self_check_rows")
-        above(self, 0, "max_prompt_length", "max_image_megapixels")
-        minus_one_or_positive(self, "train_max_samples", "val_max_samples")
-        require(len(self.train_files) > 0, "train_files", self.train_files, "give at least one training file")
-        known = isinstance(self.val_files, str | list | dict)
-        require(known, "val_files", self.val_files, "give a path, a list of paths or a dictionary {name: path}")
-        legal = self.chat_template in CHAT_TEMPLATES or "/" in self.chat_template or "." in self.chat_template
-        fix = f"choose one of {', '.join(CHAT_TEMPLATES)}, or give the path of a Jinja file"
-        require(legal, "chat_template", self.chat_template, fix)
-        self._check_weights()
-
-    def _check_weights(self) -> None:
         for name, weight in self.domain_weights.items():
             legal = isinstance(weight, int | float) and 0 <= weight < float("inf")
             require(legal, f"domain_weights.{name}", weight, "must be a number of at least 0")

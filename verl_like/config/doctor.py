@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from verl_like.config import doctor_losses, doctor_rollout
 from verl_like.config.availability import not_available, without_effect
-from verl_like.config.doctor_async import ASYNC_IDLE, impossible_async
+from verl_like.config.doctor_async import impossible_async
 from verl_like.config.doctor_environments import ENV_IDLE, has_turns, impossible_environments
 from verl_like.config.doctor_paths import impossible_paths
 from verl_like.config.doctor_reward_model import REWARD_MODEL_IDLE, impossible_reward_model
@@ -13,12 +13,11 @@ from verl_like.config.doctor_rewards import REWARD_IDLE, impossible_rewards, ris
 from verl_like.config.doctor_sharding import SHARDING_IDLE, impossible_sharding
 from verl_like.config.enums import DISCOUNTING_ESTIMATORS, GROUP_ESTIMATORS, OPTIMAL_BASELINE_ESTIMATORS
 from verl_like.config.errors import raise_if_any
-from verl_like.config.idle import Idle, idle_while, other_estimator
 from verl_like.config.placement import PLACEMENT_IDLE, impossible_placement, is_apart
 from verl_like.config.ppo import PPOConfig
-from verl_like.config.roles import ROLLOUT, needs_critic, needs_reference, roles_of
+from verl_like.config.roles import ROLLOUT, needs_critic, needs_reference, other_estimator, roles_of
 from verl_like.config.rollout import distortions
-from verl_like.config.schema import keys
+from verl_like.config.schema import Idle, declared_idle, idle_while, keys
 
 _ACTOR = "actor_rollout_ref.actor"
 _REF = "actor_rollout_ref.ref"
@@ -250,9 +249,6 @@ IDLE: tuple[Idle, ...] = (
         f"no KL term needs a reference ({_ACTOR}.use_kl_loss and algorithm.use_kl_in_reward are false)",
     ),
     Idle(("critic.",), _no_critic, "there is no critic (algorithm.adv_estimator is not gae)"),
-    idle_while(f"{_ACTOR}.use_kl_loss", "false", f"{_ACTOR}.kl_loss_coef", f"{_ACTOR}.kl_loss_type"),
-    idle_while("algorithm.use_kl_in_reward", "false", "algorithm.kl_penalty", "algorithm.kl_ctrl."),
-    idle_while("algorithm.kl_ctrl.type", "fixed", "algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"),
     Idle(
         ("algorithm.gamma",),
         lambda c: other_estimator(c, *DISCOUNTING_ESTIMATORS, *OPTIMAL_BASELINE_ESTIMATORS, "remax"),
@@ -270,13 +266,6 @@ IDLE: tuple[Idle, ...] = (
         "algorithm.adv_estimator is not grpo, grpo_passk, gdpo or gigpo",
     ),
     *doctor_losses.LOSS_IDLE,
-    idle_while(f"{_ACTOR}.loss_agg_mode", "not seq-mean-token-sum-norm", f"{_ACTOR}.loss_scale_factor"),
-    *(
-        idle_while(
-            f"{section}.optim.warmup_style", "constant", f"{section}.optim.min_lr_ratio", f"{section}.optim.num_cycles"
-        )
-        for section in (_ACTOR, "critic")
-    ),
     Idle(
         (f"{_ACTOR}.optim.lr_warmup_steps_ratio",),
         lambda c: c.actor_rollout_ref.actor.optim.lr_warmup_steps >= 0,
@@ -297,8 +286,6 @@ IDLE: tuple[Idle, ...] = (
     *PLACEMENT_IDLE,
     *doctor_rollout.OUTCOME_IDLE,
     *ENV_IDLE,
-    *ASYNC_IDLE,
-    *doctor_rollout.ENDPOINT_IDLE,
     Idle(
         tuple(f"{_ROLLOUT}.{name}" for name in _OF_SERVERS),
         lambda c: c.actor_rollout_ref.rollout.name in ("hf", "openai"),
@@ -313,20 +300,11 @@ IDLE: tuple[Idle, ...] = (
         lambda c: c.trainer.device == "cpu" and c.actor_rollout_ref.rollout.name != "hf",
         "trainer.device is cpu",
     ),
-    idle_while(
-        f"{_ROLLOUT}.val_kwargs.do_sample",
-        "false",
-        *(f"{_ROLLOUT}.val_kwargs.{name}" for name in ("temperature", "top_p", "top_k", "min_p")),
-    ),
     Idle(
         (f"{_ROLLOUT}.multi_turn.", f"{_ROLLOUT}.agent.num_workers"),
         lambda c: not has_turns(c),
         f"{_ROLLOUT}.multi_turn.enable is false",
     ),
-    idle_while(f"{_ROLLOUT}.sync_probe", "false", f"{_ROLLOUT}.sync_probe_tolerance"),
-    idle_while("data.filter_overlong_prompts", "false", "data.filter_overlong_prompts_workers"),
-    idle_while("data.shuffle", "false", "data.seed"),
-    idle_while("data.sampler.class_path", "null", "data.sampler.class_name", "data.sampler.kwargs"),
     idle_while("data.custom_cls.path", "null", "data.custom_cls.name", "data.custom_cls.kwargs"),
     Idle(
         ("data.extra",),
@@ -338,10 +316,7 @@ IDLE: tuple[Idle, ...] = (
         lambda c: c.data.sampler.class_path is not None,
         "data.sampler draws the prompts",
     ),
-    idle_while("data.prompt_id_key", "not set", "data.max_prompt_id_length"),
     Idle(("critic.model.custom_chat_template",), lambda c: True, "the critic sees the policy's tokens"),
-    idle_while("trainer.resume_mode", "not resume_path", "trainer.resume_from_path"),
-    idle_while("trainer.best_metric", "not set", "trainer.best_mode"),
     Idle(
         ("trainer.total_epochs",),
         lambda c: c.trainer.total_training_steps is not None,
@@ -367,10 +342,6 @@ IDLE: tuple[Idle, ...] = (
         lambda c: c.actor_rollout_ref.rollout.name == "recorded",
         f"{_ROLLOUT}.name=recorded: the responses of each group are there",
     ),
-    idle_while("trainer.launcher", "local", "ray_init."),
-    idle_while(
-        "custom_reward_function.path", "not set", "custom_reward_function.name", "custom_reward_function.reward_kwargs"
-    ),
     Idle(
         ("reward_model.rule", "reward_model.rule_by_source", "reward_model.rule_kwargs"),
         lambda c: c.custom_reward_function.path is not None and not c.reward_model.weights,
@@ -378,6 +349,14 @@ IDLE: tuple[Idle, ...] = (
     ),
     *REWARD_IDLE,
     *REWARD_MODEL_IDLE,
+    *declared_idle(),
+    # Said only where no row above has a better reason
+    Idle(("env.val.max_traj_per_env",), lambda c: True, "each start of a validation is played val_kwargs.n times"),
+    Idle(
+        ("algorithm.reward_norm.scale",),
+        lambda c: c.algorithm.reward_norm.shift,
+        "algorithm.reward_norm.shift wins over it",
+    ),
 )
 
 

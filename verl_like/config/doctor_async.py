@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from verl_like.config.batch_plan import two_policies
 from verl_like.config.correction import corrects
 from verl_like.config.doctor_rewards import scored_together
-from verl_like.config.idle import Idle, idle_while
 from verl_like.config.placement import samples_alone
 from verl_like.config.ppo import PPOConfig
 
@@ -62,6 +61,3 @@ def impossible_async(config: PPOConfig) -> Iterator[str]:
             f"{mode} with trainer.full_determinism=True: which groups a step trains depends on time; set trainer.mode="
             "sync"
         )
-
-
-ASYNC_IDLE: tuple[Idle, ...] = (idle_while("trainer.mode", "sync", "async_training."),)

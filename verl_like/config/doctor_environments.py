@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from verl_like.config.idle import Idle, idle_while
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.rollout import runs_agent_loops, runs_programs
+from verl_like.config.schema import Idle
 
 _GATEWAY = "actor_rollout_ref.rollout.gateway."
 
@@ -47,12 +47,9 @@ _OF_FILES = (
 )
 ENV_IDLE: tuple[Idle, ...] = (
     Idle(_OF_FILES, lambda c: bool(c.env.train.tags), "env.train.tags plays environments, which score themselves"),
-    idle_while("env.train.tags", "empty", "env."),
-    idle_while("env.val.tags", "empty", "env.render_save_dir", "env.val."),
     Idle(
         (f"{_GATEWAY}host", f"{_GATEWAY}port"),
         lambda c: not runs_programs(c.actor_rollout_ref.rollout),
         f"neither {_GATEWAY}path nor {_GATEWAY}command is set",
     ),
-    Idle(("env.val.max_traj_per_env",), lambda c: True, "each start of a validation is played val_kwargs.n times"),
 )

@@ -8,11 +8,11 @@ from verl_like.config.actor import ActorConfig
 from verl_like.config.batch_plan import takes_own_log_probs
 from verl_like.config.correction import corrects
 from verl_like.config.enums import LOSS_MODES
-from verl_like.config.idle import Idle, idle_while
 from verl_like.config.loss_knobs import FIXED_AGGREGATION, IDLE_AT_RATIO_ONE, READ_BY, UNBIASED_KL_KINDS
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.roles import needs_critic
 from verl_like.config.rollout import distortions
+from verl_like.config.schema import Idle
 
 _ACTOR = "actor_rollout_ref.actor"
 _SECTION = "algorithm.rollout_correction"
@@ -203,8 +203,6 @@ LOSS_IDLE: tuple[Idle, ...] = (
         lambda c: takes_own_log_probs(c) and _actor(c).ratio_skip_threshold is not None,
         "with one update per rollout batch the old log-probs are the update's own: all ratios are 1",
     ),
-    idle_while(f"{_ACTOR}.use_kl_loss", "false", f"{_ACTOR}.use_unbiased_kl"),
-    idle_while(f"{_ACTOR}.sample_weight.difficulty", "false", f"{_ACTOR}.sample_weight.difficulty_key"),
     Idle(
         (f"{_ACTOR}.sample_weight.scope",),
         lambda c: not (_actor(c).sample_weight.difficulty or _actor(c).sample_weight.length),
@@ -214,13 +212,6 @@ LOSS_IDLE: tuple[Idle, ...] = (
 
 
 CORRECTION_IDLE: tuple[Idle, ...] = (
-    idle_while(
-        f"{_SECTION}.rollout_is",
-        "not set",
-        f"{_SECTION}.rollout_is_threshold",
-        f"{_SECTION}.rollout_is_batch_normalize",
-    ),
-    idle_while(f"{_SECTION}.rollout_rs", "not set", f"{_SECTION}.rollout_rs_threshold"),
     Idle(
         (f"{_SECTION}.rollout_is", f"{_SECTION}.rollout_is_threshold", f"{_SECTION}.rollout_is_batch_normalize"),
         lambda c: weights_idle(c) and c.algorithm.rollout_correction.rollout_is is not None,

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 from verl_like.config.enums import REWARD_MANAGERS
-from verl_like.config.idle import Idle, idle_while
 from verl_like.config.placement import is_apart
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.roles import REWARD, classifies, generates
+from verl_like.config.schema import Idle, idle_while
 
 
 def impossible_reward_model(config: PPOConfig) -> Iterator[str]:
@@ -110,10 +110,4 @@ REWARD_MODEL_IDLE: tuple[Idle, ...] = (
         "the reward model is a sequence classifier, which scores in one forward pass in the trainer's processes; "
         "reward_model.model_type=generative serves one that writes text",
     ),
-    idle_while(
-        "reward_model.rollout.max_model_len",
-        "set",
-        *("reward_model.rollout.prompt_length", "reward_model.rollout.response_length"),
-    ),
-    idle_while("reward_model.rollout.enforce_eager", "true", "reward_model.rollout.cudagraph_capture_sizes"),
 )

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 from verl_like.config.doctor_environments import has_turns
 from verl_like.config.enums import REWARD_MANAGERS, STEP_ESTIMATORS, WHITENING_ESTIMATORS
-from verl_like.config.idle import Idle, idle_while, other_estimator
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.reward_execution import JudgeConfig
-from verl_like.config.roles import generates
+from verl_like.config.roles import generates, other_estimator
 from verl_like.config.rollout import runs_agent_loops
+from verl_like.config.schema import Idle, idle_while
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -226,7 +226,6 @@ def risky_rewards(config: PPOConfig) -> Iterator[str]:
 
 
 REWARD_IDLE: tuple[Idle, ...] = (
-    idle_while("algorithm.adv_estimator", "not gdpo", "algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"),
     Idle(
         (
             *(f"algorithm.{name}" for name in ("reward_norm.", "reward_scaling.", "agent_reward_norm.", "reward_clip")),
@@ -252,19 +251,6 @@ REWARD_IDLE: tuple[Idle, ...] = (
         lambda c: c.reward_model.judge.url is None and not generates(c.reward_model, c.custom_reward_function),
         "reward_model.judge.url is not set",
     ),
-    idle_while("reward_model.sandbox_fusion.url", "set: programs run there", "reward_model.sandbox."),
-    idle_while("reward_model.sandbox_fusion.url", "not set", "reward_model.sandbox_fusion."),
-    idle_while("algorithm.reward_norm.kind", "null", "algorithm.reward_norm.shift", "algorithm.reward_norm.scale"),
-    Idle(
-        ("algorithm.reward_norm.scale",),
-        lambda c: c.algorithm.reward_norm.shift,
-        "algorithm.reward_norm.shift wins over it",
-    ),
-    idle_while(
-        "algorithm.reward_scaling.enable", "false: centring belongs to scaling", "algorithm.reward_scaling.center"
-    ),
-    idle_while("algorithm.agent_reward_norm.method", "identity", "algorithm.agent_reward_norm.grouping"),
-    idle_while("algorithm.agent_reward_norm.method", "not asym_clip", "algorithm.agent_reward_norm.clip"),
     Idle(("algorithm.reward_clip",), lambda c: not c.algorithm.reward_clip, "0 means off"),
     Idle(("algorithm.token_reward_clip",), lambda c: not c.algorithm.token_reward_clip, "0 means off"),
     Idle(("algorithm.advantage_clip",), lambda c: not c.algorithm.advantage_clip, "0 means off"),
@@ -273,8 +259,6 @@ REWARD_IDLE: tuple[Idle, ...] = (
         lambda c: c.algorithm.adv_estimator in WHITENING_ESTIMATORS,
         "algorithm.adv_estimator whitens its advantages anyway",
     ),
-    idle_while("algorithm.use_pf_ppo", "false", "algorithm.pf_ppo."),
-    idle_while("algorithm.pf_ppo.reweight_method", "not pow", "algorithm.pf_ppo.weight_pow"),
     idle_while(
         "algorithm.filter_groups.enable",
         "false",
@@ -294,20 +278,9 @@ REWARD_IDLE: tuple[Idle, ...] = (
         "data.gen_batch_size",
         "algorithm.filter_groups.max_num_gen_batches",
     ),
-    idle_while(
-        f"{_ROLLOUT}.scheduler.additional_prompts.enable",
-        "false",
-        *(f"{_ROLLOUT}.scheduler.additional_prompts.{name}" for name in ("max", "aborted")),
-    ),
     Idle(
         ("reward_model.launch_reward_fn_async",),
         lambda c: c.algorithm.filter_groups.enable,
         "algorithm.filter_groups chooses groups by their scores, so grading ends before log-probs are computed",
-    ),
-    idle_while("reward_model.length_reward.enable", "false", "reward_model.length_reward.coef"),
-    idle_while(
-        "reward_model.overlong_buffer.enable",
-        "false",
-        *(f"reward_model.overlong_buffer.{name}" for name in ("len", "penalty_factor", "log", "truncated", "only_key")),
     ),
 )

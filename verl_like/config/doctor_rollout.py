@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 from verl_like.config.doctor_environments import has_turns
 from verl_like.config.doctor_rewards import scored_together
-from verl_like.config.idle import Idle, idle_while
 from verl_like.config.outcomes import OutcomesConfig
 from verl_like.config.placement import is_apart, samples_alone
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.roles import ROLLOUT
 from verl_like.config.rollout import runs_agent_loops, runs_programs
+from verl_like.config.schema import Idle
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _OUTCOMES = f"{_ROLLOUT}.outcomes"
@@ -61,9 +61,6 @@ def impossible_endpoint(config: PPOConfig) -> Iterator[str]:
         )
 
 
-ENDPOINT_IDLE: tuple[Idle, ...] = (idle_while(f"{_ROLLOUT}.name", "not openai", f"{_ROLLOUT}.openai."),)
-
-
 def impossible_outcomes(config: PPOConfig) -> Iterator[str]:
     """Combinations that cannot work: keys, values, fix."""
     if config.actor_rollout_ref.rollout.outcomes.grader_error != "retry":
@@ -93,7 +90,6 @@ OUTCOME_IDLE: tuple[Idle, ...] = (
         lambda c: not _retries(c.actor_rollout_ref.rollout.outcomes),
         f"no outcome in {_OUTCOMES} is sampled again (retry)",
     ),
-    idle_while(f"{_OUTCOMES}.episode_timeout", "null", f"{_OUTCOMES}.timed_out"),
     Idle(
         (f"{_OUTCOMES}.tool_error", f"{_OUTCOMES}.environment_error"),
         lambda c: not has_turns(c),

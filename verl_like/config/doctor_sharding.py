@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator
 
-from verl_like.config.idle import Idle, idle_while
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.roles import RoleConfig, needs_reference, roles_of
-from verl_like.config.schema import get_value
+from verl_like.config.schema import Idle, get_value, idle_while
 
 _ACTOR = "actor_rollout_ref.actor.fsdp_config"
 _REF = "actor_rollout_ref.ref.fsdp_config"
@@ -48,24 +47,12 @@ def _on_cpu(config: PPOConfig) -> bool:
 
 
 SHARDING_IDLE: tuple[Idle, ...] = (
-    *(
-        idle_while(
-            f"{section}.lora_rank",
-            "0",
-            *(f"{section}.{name}" for name in ("lora_alpha", "target_modules", "exclude_modules")),
-        )
-        for section in _MODELS
-    ),
     idle_while("actor_rollout_ref.model.lora_rank", "0", "actor_rollout_ref.model.lora.merge"),
     Idle(("critic.model.lora.merge",), lambda c: True, "a critic's weights are not sent to a rollout engine"),
     Idle(
         (f"{_REF}.", "actor_rollout_ref.ref.use_torch_compile"),
         lambda c: needs_reference(c) and c.actor_rollout_ref.model.lora_rank > 0,
         "with LoRA the reference is the actor's own base model (actor_rollout_ref.model.lora_rank)",
-    ),
-    *(
-        idle_while(f"{section}.enable_gradient_checkpointing", "false", f"{section}.recompute_granularity")
-        for section in _MODELS
     ),
     *(
         Idle(

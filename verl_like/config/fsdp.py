@@ -1,8 +1,8 @@
 """`*.fsdp_config.*`: sharding, offload and precision."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from verl_like.config.base import ConfigNode, at_least, minus_one_or_positive, one_of
+from verl_like.config.base import ConfigNode, at_least, key, minus_one_or_positive, one_of, section
 from verl_like.config.enums import DTYPES
 
 
@@ -12,33 +12,25 @@ class WrapPolicyConfig(ConfigNode):
 
     transformer_layer_cls_to_wrap: list[str] | None = None
     """Class names of the modules sharded as one unit. Null: the model's decoder layers."""
-    min_num_params: int = 0
-    """[parameters] Shard every module of at least this size instead of decoder layers; 0: decoder layers."""
-
-    def check(self) -> None:
-        at_least(self, 0, "min_num_params")
+    min_num_params: int = key(0, at_least(0), unit="parameters")
+    """Shard every module of at least this size instead of decoder layers; 0: decoder layers."""
 
 
 @dataclass(kw_only=True, slots=True)
 class MixedPrecisionConfig(ConfigNode):
     """`fsdp_config.mixed_precision.*`. Its `param_dtype` is another spelling of `fsdp_config.dtype`."""
 
-    reduce_dtype: str = "float32"
+    reduce_dtype: str = key("float32", one_of("float32", "bfloat16"))
     """Precision in which gradients are reduced over the processes: float32, bfloat16."""
-    buffer_dtype: str | None = None
+    buffer_dtype: str | None = key(None, one_of("float32", "bfloat16"))
     """Precision of floating-point buffers (rotary frequencies): float32, bfloat16. Null: as the model keeps them."""
-
-    def check(self) -> None:
-        one_of(self, "reduce_dtype", ("float32", "bfloat16"))
-        if self.buffer_dtype is not None:
-            one_of(self, "buffer_dtype", ("float32", "bfloat16"))
 
 
 @dataclass(kw_only=True, slots=True)
 class FSDPConfig(ConfigNode):
     """Sharding of one model."""
 
-    wrap_policy: WrapPolicyConfig = field(default_factory=WrapPolicyConfig)
+    wrap_policy: WrapPolicyConfig = section(WrapPolicyConfig)
     """Which modules are sharded as one unit."""
     param_offload: bool = False
     """Keep parameters in CPU memory between uses."""
@@ -54,26 +46,20 @@ class FSDPConfig(ConfigNode):
     sync_every_micro_batch: bool = True
     """Add up gradients over the processes after each micro-batch (least memory). False: once an update, at the price of
     a whole float32 gradient in every process. A process alone does it once in any case."""
-    fsdp_size: int = -1
-    """[processes] Processes that share one copy of the model; -1: all of them."""
-    tensor_parallel_size: int = 1
-    """[processes] Neighbouring processes that split the matrices of every layer among them; 1: none.
-    They get the same sequences, and count among the processes of fsdp_size."""
+    fsdp_size: int = key(-1, minus_one_or_positive(), unit="processes")
+    """Processes that share one copy of the model; -1: all of them."""
+    tensor_parallel_size: int = key(1, at_least(1), unit="processes")
+    """Neighbouring processes that split the matrices of every layer among them; 1: none. They get the same sequences,
+    and count among the processes of fsdp_size."""
     forward_prefetch: bool = False
     """Ask for the next layer's parameters when a layer's forward starts, not only when it ends."""
-    model_dtype: str = "float32"
+    model_dtype: str = key("float32", one_of(*DTYPES[1:]))
     """Precision of the master weights and the optimizer: float32, bfloat16, float16."""
-    dtype: str = "auto"
+    dtype: str = key("auto", one_of(*DTYPES))
     """Precision of forward and backward; auto: bfloat16 on CUDA, float32 on CPU. float16: with loss scaling."""
 
-    mixed_precision: MixedPrecisionConfig = field(default_factory=MixedPrecisionConfig)
+    mixed_precision: MixedPrecisionConfig = section(MixedPrecisionConfig)
     """Precisions of the gradient reduction and of buffers."""
-
-    def check(self) -> None:
-        minus_one_or_positive(self, "fsdp_size")
-        at_least(self, 1, "tensor_parallel_size")
-        one_of(self, "model_dtype", DTYPES[1:])
-        one_of(self, "dtype", DTYPES)
 
 
 def resolve_dtype(name: str, device_type: str) -> str:

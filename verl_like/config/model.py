@@ -1,9 +1,9 @@
 """`actor_rollout_ref.model.*` and `critic.model.*`: the network."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from verl_like.config.base import ConfigNode, above, at_least, check_pattern, require
+from verl_like.config.base import ConfigNode, above, at_least, check_pattern, key, require, section
 from verl_like.config.enums import Experts, FusedBackend, Recompute
 from verl_like.config.fsdp import FSDPConfig
 
@@ -39,11 +39,11 @@ class ModelConfig(ConfigNode):
     """Copy the model's folder to /dev/shm and load the weights from there: once a machine, kept for the next start."""
     external_lib: str | None = None
     """Python package(s), separated by commas, imported first to register models with transformers."""
-    override_config: dict[str, Any] = field(default_factory=dict)
+    override_config: dict[str, Any] = key({})
     """Overrides of the Hugging Face config, for instance attention_dropout."""
     enable_gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: less memory, one more forward."""
-    recompute_granularity: Recompute = Recompute.full
+    recompute_granularity: Recompute = key(Recompute.full, idle="enable_gradient_checkpointing is false")
     """With gradient checkpointing: full (recompute whole layers), or selective (keep the results of matrix products
     and attention, recompute the cheap rest)."""
     enable_activation_offload: bool = False
@@ -60,48 +60,46 @@ class ModelConfig(ConfigNode):
     transformers' own."""
     use_fused_kernels: bool = True
     """Log-prob and entropy from hidden states in chunks. False: full logits, the reference path."""
-    fused_kernel_options: FusedKernelConfig = field(default_factory=FusedKernelConfig)
+    fused_kernel_options: FusedKernelConfig = section(FusedKernelConfig)
     """Options of the fused function."""
     experts_implementation: Experts = Experts.auto
     """How a mixture of experts computes them: auto (grouped_mm where the model offers it), eager (one expert after the
     other), grouped_mm or batched_mm (a copy of its experts' weights for every token: few tokens only)."""
-    mm_processor_kwargs: dict[str, Any] = field(default_factory=dict)
+    mm_processor_kwargs: dict[str, Any] = key({})
     """Vision-language models: settings of the folder's image processor, for instance max_pixels (verl's
     data.mm_processor_kwargs). min_pixels, max_pixels and size hold for videos too."""
-    vision_max_patches_per_gpu: int = 16384
-    """[patches] Vision-language models: the tower takes the images of a micro-batch in parts of at most so many."""
+    vision_max_patches_per_gpu: int = key(16384, at_least(1), unit="patches")
+    """Vision-language models: the tower takes the images of a micro-batch in parts of at most so many."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
-    lora_rank: int = 0
+    lora_rank: int = key(0, at_least(0))
     """Rank of LoRA adapters; 0: train all weights."""
-    lora_alpha: float = 16
+    lora_alpha: float = key(16, at_least(0), idle="lora_rank is 0")
     """LoRA scale; the adapter's output is multiplied by lora_alpha / lora_rank."""
     lora_adapter_path: str | None = None
     """Folder of a LoRA adapter of the peft library (or its URL) that training goes on from; rank, scale and modules are
     the adapter's. The reference is the model without it. Null: a new one, where lora_rank asks for it."""
-    lora: LoraConfig = field(default_factory=LoraConfig)
+    lora: LoraConfig = section(LoraConfig)
     """More of LoRA."""
-    target_modules: Any = "all-linear"
+    target_modules: Any = key("all-linear", idle="lora_rank is 0")
     """Modules that get LoRA adapters: all-linear, a pattern or a list of names."""
-    exclude_modules: Any = None
+    exclude_modules: Any = key(None, idle="lora_rank is 0")
     """Modules that get none: a pattern or a list of names."""
 
     def check(self) -> None:
-        at_least(self, 0, "lora_rank", "lora_alpha")
-        at_least(self, 1, "vision_max_patches_per_gpu")
         if self.lora_rank > 0:
-            above(self, 0, "lora_alpha")
-        for key in ("target_modules", "exclude_modules"):
-            value = getattr(self, key)
-            names = isinstance(value, list) and bool(value) and all(isinstance(name, str) for name in value)
-            legal = names or (isinstance(value, str) and value != "") or (value is None and key == "exclude_modules")
-            require(legal, key, value, "give a pattern or a list of module names, for instance [q_proj,v_proj]")
-            check_pattern(key, value if isinstance(value, str) else "")
+            above(0).check("lora_alpha", self.lora_alpha)
+        for name in ("target_modules", "exclude_modules"):
+            value = getattr(self, name)
+            names = isinstance(value, list) and bool(value) and all(isinstance(each, str) for each in value)
+            legal = names or (isinstance(value, str) and value != "") or (value is None and name == "exclude_modules")
+            require(legal, name, value, "give a pattern or a list of module names, for instance [q_proj,v_proj]")
+            check_pattern(name, value if isinstance(value, str) else "")
 
 
 @dataclass(kw_only=True, slots=True)
 class CriticModelConfig(ModelConfig):
     """`critic.model.*`: the actor's keys and the critic's own sharding."""
 
-    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    fsdp_config: FSDPConfig = section(FSDPConfig)
     """Sharding of the critic."""

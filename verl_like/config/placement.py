@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from verl_like.config.idle import Idle
 from verl_like.config.pools import MAIN_POOL, Pool, named_pools
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.roles import ACTOR, REF, REWARD, ROLLOUT, compares_policies, every_role, hosted_roles, roles_of
+from verl_like.config.schema import Idle
 
 _ROLLOUT_KEYS = "actor_rollout_ref.rollout"
 

@@ -1,11 +1,11 @@
 """The whole configuration of a PPO or GRPO run, under verl's names."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from verl_like.config.actor import ActorConfig, RefConfig
 from verl_like.config.algorithm import AlgorithmConfig
 from verl_like.config.asynchronous import AsyncTrainingConfig
-from verl_like.config.base import ConfigNode
+from verl_like.config.base import ConfigNode, section
 from verl_like.config.critic import CriticConfig
 from verl_like.config.data import DataConfig
 from verl_like.config.environments import EnvConfig
@@ -22,13 +22,13 @@ class ActorRolloutRefConfig(ConfigNode):
     hybrid_engine: bool = True
     """Actor and rollout engine share processes. False: the engine has a pool of its own, of rollout.nnodes x
     rollout.n_gpus_per_node processes, and gets the weights by broadcast."""
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: ModelConfig = section(ModelConfig)
     """The network of actor, reference and rollout."""
-    actor: ActorConfig = field(default_factory=ActorConfig)
+    actor: ActorConfig = section(ActorConfig)
     """The policy's update."""
-    ref: RefConfig = field(default_factory=RefConfig)
+    ref: RefConfig = section(RefConfig)
     """The frozen reference."""
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    rollout: RolloutConfig = section(RolloutConfig)
     """Generation."""
 
 
@@ -36,25 +36,25 @@ class ActorRolloutRefConfig(ConfigNode):
 class PPOConfig(ConfigNode):
     """The root. Never changed after it is built; derived sizes live in BatchPlan."""
 
-    data: DataConfig = field(default_factory=DataConfig)
+    data: DataConfig = section(DataConfig)
     """Prompts."""
-    actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)
+    actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig)
     """Policy, reference and rollout."""
-    critic: CriticConfig = field(default_factory=CriticConfig)
+    critic: CriticConfig = section(CriticConfig)
     """Value model."""
-    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    reward_model: RewardModelConfig = section(RewardModelConfig)
     """Scores of models and rules."""
-    custom_reward_function: CustomRewardFunctionConfig = field(default_factory=CustomRewardFunctionConfig)
+    custom_reward_function: CustomRewardFunctionConfig = section(CustomRewardFunctionConfig)
     """A reward function of the user's."""
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    algorithm: AlgorithmConfig = section(AlgorithmConfig)
     """Advantages and KL."""
-    env: EnvConfig = field(default_factory=EnvConfig)
+    env: EnvConfig = section(EnvConfig, idle="env.train.tags is empty")
     """Environments in place of prompts."""
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    trainer: TrainerConfig = section(TrainerConfig)
     """The run."""
-    async_training: AsyncTrainingConfig = field(default_factory=AsyncTrainingConfig)
+    async_training: AsyncTrainingConfig = section(AsyncTrainingConfig, idle="trainer.mode is sync")
     """Groups that live through several versions of the weights."""
-    ray_init: RayInitConfig = field(default_factory=RayInitConfig)
+    ray_init: RayInitConfig = section(RayInitConfig, idle="trainer.launcher is local")
     """Ray."""
 
     @property

@@ -1,8 +1,8 @@
 """`*.profiler.*`, `*.checkpoint.*`: small sections that several roles share."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from verl_like.config.base import ConfigNode, require
+from verl_like.config.base import ConfigNode, key, subset_of
 from verl_like.config.enums import CHECKPOINT_CONTENTS
 
 
@@ -25,14 +25,9 @@ class ProfilerConfig(ConfigNode):
 class CheckpointConfig(ConfigNode):
     """`*.checkpoint.*`."""
 
-    save_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra"])
+    save_contents: list[str] = key(["model", "optimizer", "extra"], subset_of(*CHECKPOINT_CONTENTS))
     """What a checkpoint holds: model, optimizer, extra (schedule, random state), hf_model (Hugging Face folder)."""
-    load_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra"])
+    load_contents: list[str] = key(["model", "optimizer", "extra"], subset_of(*CHECKPOINT_CONTENTS))
     """What is loaded on resume."""
     async_save: bool = False
     """Copy weights and optimizer states to host memory and write them while training goes on."""
-
-    def check(self) -> None:
-        for key, value in (("save_contents", self.save_contents), ("load_contents", self.load_contents)):
-            unknown = sorted(set(value) - set(CHECKPOINT_CONTENTS))
-            require(not unknown, key, value, f"unknown {unknown}; choose from {', '.join(CHECKPOINT_CONTENTS)}")

@@ -1,10 +1,10 @@
 """`reward_model.*`, `custom_reward_function.*`: where scores come from."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from verl_like.config.actor import not_both
-from verl_like.config.base import ConfigNode, above, at_least, between, one_of, reference_or_none, require
+from verl_like.config.base import ConfigNode, above, at_least, between, key, one_of, reference, section, such_that
 from verl_like.config.enums import REWARD_MANAGERS, Strategy
 from verl_like.config.fsdp import FSDPConfig
 from verl_like.config.profiler import ProfilerConfig
@@ -20,23 +20,18 @@ class CustomRewardFunctionConfig(ConfigNode):
 
     path: str | None = None
     """Python file of the reward function. Null: the built-in graders."""
-    name: str = "compute_score"
+    name: str = key("compute_score", idle="path is not set")
     """Name of the function in that file."""
-    reward_kwargs: dict[str, Any] = field(default_factory=dict)
+    reward_kwargs: dict[str, Any] = key({}, idle="path is not set")
     """Keyword arguments passed to every call."""
-    timeout: float = 60.0
-    """[s] A call that takes longer is stopped and counted as failed."""
-    num_workers: int = 1
-    """[processes] Processes that grade."""
-    memory_limit_mb: int | None = None
-    """[MB] Address space of each of these processes; a call that needs more fails. Null: no limit."""
-    max_pending: int = 65536
-    """[rows] Most responses that wait for a process; generation is held up while there are more."""
-
-    def check(self) -> None:
-        above(self, 0, "timeout")
-        at_least(self, 1, "num_workers", "max_pending")
-        at_least(self, 256, "memory_limit_mb")
+    timeout: float = key(60.0, above(0), unit="s")
+    """A call that takes longer is stopped and counted as failed."""
+    num_workers: int = key(1, at_least(1), unit="processes")
+    """Processes that grade."""
+    memory_limit_mb: int | None = key(None, at_least(256), unit="MB")
+    """Address space of each of these processes; a call that needs more fails. Null: no limit."""
+    max_pending: int = key(65536, at_least(1), unit="rows")
+    """Most responses that wait for a process; generation is held up while there are more."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -58,7 +53,7 @@ class RewardNetworkConfig(ConfigNode):
     """Pack sequences without padding. False: the padded reference path."""
     use_fused_kernels: bool = False
     """Of the language-model head, which a reward model does not have."""
-    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    fsdp_config: FSDPConfig = section(FSDPConfig)
     """Sharding of the reward model."""
 
 
@@ -68,91 +63,85 @@ class RewardModelConfig(ConfigNode):
 
     enable: bool = False
     """Score with a reward model (`model.path`)."""
-    model_type: str | None = None
+    model_type: str | None = key(None, one_of("discriminative", "generative"))
     """discriminative: a sequence classifier, which scores in the trainer's processes. generative: it writes text, on a
     server of rollout.name; custom_reward_function asks it, or else judge.* does. Null: generative where there are both
     rollout.name and custom_reward_function.path, as in verl."""
-    rollout: RewardRolloutConfig = field(default_factory=RewardRolloutConfig)
+    rollout: RewardRolloutConfig = section(RewardRolloutConfig)
     """The server of a reward model that writes text."""
-    model_weight: float = 1.0
-    """[reward] Factor of the reward model's score."""
-    rule_weight: float = 0.0
-    """[reward] Factor of the rule-based reward that is added to it. 0: rules do not grade where a reward model does."""
+    model_weight: float = key(1.0, unit="reward")
+    """Factor of the reward model's score."""
+    rule_weight: float = key(0.0, unit="reward")
+    """Factor of the rule-based reward that is added to it. 0: rules do not grade where a reward model does."""
     enable_resource_pool: bool = False
     """Give the reward model processes of its own (n_gpus_per_node x nnodes)."""
-    n_gpus_per_node: int = 0
-    """[processes] Size of that pool per node."""
-    nnodes: int = 0
-    """[nodes] Nodes of that pool."""
+    n_gpus_per_node: int = key(0, at_least(0), unit="processes")
+    """Size of that pool per node."""
+    nnodes: int = key(0, at_least(0), unit="nodes")
+    """Nodes of that pool."""
     strategy: Strategy = Strategy.fsdp2
     """Sharding backend."""
-    model: RewardNetworkConfig = field(default_factory=RewardNetworkConfig)
+    model: RewardNetworkConfig = section(RewardNetworkConfig)
     """The reward model."""
-    worker_class: str | None = None
+    worker_class: str | None = key(None, reference())
     """A class of your own, file.py:Name, that scores texts in the worker processes in place of the built-in one. Null:
     the built-in one."""
-    micro_batch_size: int | None = None
-    """[sequences, all processes] Deprecated: divided by the data-parallel size. Use micro_batch_size_per_gpu."""
-    micro_batch_size_per_gpu: int | None = None
-    """[sequences] Sequences of one forward. Null: the critic's, where micro-batches are not cut by tokens."""
-    max_length: int | None = None
-    """[tokens] Texts are cut on the right at this length before they are scored. Null: never."""
+    micro_batch_size: int | None = key(None, at_least(1), unit="sequences, all processes")
+    """Deprecated: divided by the data-parallel size. Use micro_batch_size_per_gpu."""
+    micro_batch_size_per_gpu: int | None = key(None, at_least(1), unit="sequences")
+    """Sequences of one forward. Null: the critic's, where micro-batches are not cut by tokens."""
+    max_length: int | None = key(None, at_least(1), unit="tokens")
+    """Texts are cut on the right at this length before they are scored. Null: never."""
     use_dynamic_bsz: bool | None = None
     """Cut micro-batches by tokens; follows the critic's. Null: by tokens, unless micro_batch_size_per_gpu is given."""
-    forward_max_token_len_per_gpu: int = 32768
-    """[tokens] Token budget of one forward; follows the critic's."""
-    ulysses_sequence_parallel_size: int = 1
-    """[processes] Processes that share one sequence."""
-    reward_manager: str = "naive"
+    forward_max_token_len_per_gpu: int = key(32768, at_least(1), unit="tokens")
+    """Token budget of one forward; follows the critic's."""
+    ulysses_sequence_parallel_size: int = key(1, at_least(1), unit="processes")
+    """Processes that share one sequence."""
+    reward_manager: str = key(
+        "naive",
+        such_that(
+            lambda name: name in REWARD_MANAGERS or is_reference(name),
+            f"choose one of {', '.join(REWARD_MANAGERS)}, or a class of your own: {FORMS}",
+        ),
+    )
     """How reward functions are called: naive and dapo (row by row), prime (the same in as many processes as there are
     CPU cores, if num_workers is 1), batch (one call with lists for a whole batch), or a class of your own around the
     function, as file.py:Name or pkg://module:Name."""
-    weights: dict[str, Any] = field(default_factory=dict)
+    weights: dict[str, Any] = key({})
     """Several rewards for a row, added up: {data_source or pattern: {part: weight}}. A part is the name of a built-in
     grader, custom (custom_reward_function) or judge."""
-    failure_penalty: float | None = None
+    failure_penalty: float | None = key(
+        None, such_that(lambda score: abs(score) < 3.4e38, "a score is finite, also as a 32-bit float")
+    )
     """Score of a row whose reward could not be computed. Null: the row is left out of training."""
-    max_failure_fraction: float = 0.5
-    """[share] A batch of which more rows failed stops the run, unless failure_penalty scores them. 1: only one without
-    any score does."""
-    judge: JudgeConfig = field(default_factory=JudgeConfig)
+    max_failure_fraction: float = key(0.5, between(0, 1), unit="share")
+    """A batch of which more rows failed stops the run, unless failure_penalty scores them. 1: only one without any
+    score does."""
+    judge: JudgeConfig = section(JudgeConfig)
     """A language model as judge."""
     rule: str | None = None
     """Grader of every row: a built-in one by name ([rewards](rewards.md)), or your own, file.py:name. Null: by
     data_source."""
-    rule_by_source: dict[str, Any] = field(default_factory=dict)
+    rule_by_source: dict[str, Any] = key({})
     """Graders by data_source: {name or pattern with *: grader}. Comes before `rule`."""
-    rule_kwargs: dict[str, Any] = field(default_factory=dict)
+    rule_kwargs: dict[str, Any] = key({})
     """Options of `rule`; under a grader's name, a dictionary with options of that grader."""
     launch_reward_fn_async: bool = False
     """Do not wait for the last rewards before log-probs and values are computed, only before advantages are. Grading
     starts as each response ends either way."""
-    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    sandbox: SandboxConfig = section(SandboxConfig, idle="sandbox_fusion.url is set: programs run there")
     """Programs of responses, run on this machine."""
-    sandbox_fusion: SandboxFusionConfig = field(default_factory=SandboxFusionConfig)
+    sandbox_fusion: SandboxFusionConfig = section(SandboxFusionConfig, idle="sandbox_fusion.url is not set")
     """Programs of responses, run in a remote sandbox."""
-    overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
+    overlong_buffer: OverlongBufferConfig = section(OverlongBufferConfig)
     """Soft punishment of long responses."""
-    length_reward: LengthRewardConfig = field(default_factory=LengthRewardConfig)
+    length_reward: LengthRewardConfig = section(LengthRewardConfig)
     """Reward for length."""
-    reward_kwargs: dict[str, Any] = field(default_factory=dict)
+    reward_kwargs: dict[str, Any] = key({})
     """Keyword arguments of a reward manager of your own."""
-    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+    profiler: ProfilerConfig = section(ProfilerConfig)
     """Profiling of the reward model."""
 
     def check(self) -> None:
-        at_least(self, 1, "micro_batch_size", "micro_batch_size_per_gpu", "max_length")
-        if self.model_type is not None:
-            one_of(self, "model_type", ("discriminative", "generative"))
-        reference_or_none(self, "worker_class")
-        at_least(self, 1, "forward_max_token_len_per_gpu", "ulysses_sequence_parallel_size")
-        at_least(self, 0, "n_gpus_per_node", "nnodes")
-        between(self, 0, 1, "max_failure_fraction")
-        penalty = self.failure_penalty
-        fix = "a score is finite, also as a 32-bit float"
-        require(penalty is None or abs(penalty) < 3.4e38, "failure_penalty", penalty, fix)
-        manager = self.reward_manager
-        known = manager in REWARD_MANAGERS or is_reference(manager)
-        fix = f"choose one of {', '.join(REWARD_MANAGERS)}, or a class of your own: {FORMS}"
-        require(known, "reward_manager", manager, fix)
         not_both(self, "micro_batch_size", "micro_batch_size_per_gpu")

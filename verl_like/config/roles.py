@@ -13,6 +13,7 @@ from typing import Literal
 from verl_like.config.actor import ActorConfig
 from verl_like.config.algorithm import AlgorithmConfig
 from verl_like.config.critic import CriticConfig
+from verl_like.config.enums import ADV_ESTIMATORS
 from verl_like.config.fsdp import FSDPConfig
 from verl_like.config.micro_batches import Cut, cuts
 from verl_like.config.model import ModelConfig
@@ -229,3 +230,8 @@ def reward_network(section: RewardModelConfig) -> ModelConfig:
         use_remove_padding=model.use_remove_padding,
         use_shm=model.use_shm,
     )
+
+
+def other_estimator(config: PPOConfig, *estimators: str) -> bool:
+    """Whether the estimator is another built-in one; what one of the user's own reads is not known."""
+    return config.algorithm.adv_estimator in ADV_ESTIMATORS and config.algorithm.adv_estimator not in estimators

@@ -9,12 +9,13 @@ import os
 import re
 import textwrap
 import threading
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from typing import Any, get_args, get_origin
 
-from verl_like.config.base import ConfigNode
+from verl_like.config.base import ConfigNode, Range
 from verl_like.config.errors import raise_if_any
 from verl_like.config.foreign_names import foreign_hint
 from verl_like.config.ppo import PPOConfig
@@ -29,16 +30,18 @@ class Key:
     name: str
     type: Any
     default: Any
+    ranges: tuple[Range, ...]
+    unit: str
 
     @property
     def doc(self) -> str:
-        """What it means. Read from the source file when it is asked for: most commands need no key's text."""
-        return _unit_and_doc(self)[1]
+        """The meaning. Read from the source file when it is asked for: most commands need no key's text."""
+        return field_docs(self.owner).get(self.name, "")
 
     @property
-    def unit(self) -> str:
-        """What it counts, if it has a unit."""
-        return _unit_and_doc(self)[0]
+    def range(self) -> str:
+        """The values it may have, in words; empty where its type says all."""
+        return "; ".join(each.words for each in self.ranges if each.words)
 
     @property
     def is_open(self) -> bool:
@@ -64,7 +67,9 @@ def _walk(node: ConfigNode, prefix: str) -> list[Key]:
         if is_dataclass(value):
             found += _walk(value, path + ".")  # pyright: ignore[reportArgumentType]
             continue
-        found.append(Key(path, type(node), field.name, field.type, value))
+        told = field.metadata
+        ranges, unit = told.get("ranges", ()), told.get("unit", "")
+        found.append(Key(path, type(node), field.name, field.type, value, ranges, unit))
     return found
 
 
@@ -90,12 +95,6 @@ def field_docs(kind: type) -> dict[str, str]:
 
 def _is_string(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-
-
-def _unit_and_doc(key: Key) -> tuple[str, str]:
-    doc = field_docs(key.owner).get(key.name, "")
-    match = re.match(r"\[([^\]]+)\]\s+(.*)", doc)
-    return (match[1], match[2]) if match else ("", doc)
 
 
 def find_key(path: str) -> Key | None:
@@ -181,6 +180,49 @@ def get_value(config: PPOConfig, path: str) -> Any:
     for part in path.split("."):
         value = getattr(value, part)
     return value
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """Keys (or sections ending in ".") that can have no effect while the condition holds, and why."""
+
+    keys: tuple[str, ...]
+    when: Callable[[PPOConfig], bool]
+    why: str
+
+
+# What is said of a key's value -> whether that is so; other words are names of a value
+_STATES: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("false", "empty", "0"), lambda value: not value),
+    **dict.fromkeys(("not set", "null"), lambda value: value is None),
+    "set": lambda value: value is not None,
+    "true": bool,
+}
+
+
+def idle_while(key: str, state: str, *keys: str) -> Idle:
+    """`keys` can have no effect while "KEY is STATE": false, empty, 0, true, not set, null, set, a name, or not a
+    name. What stands behind a colon explains it."""
+    word = state.partition(":")[0]
+    name = word.removeprefix("not ")
+    holds = _STATES.get(word) or (lambda value: (str(value) == name) == (name == word))
+    return Idle(keys, lambda config: holds(get_value(config, key)), f"{key} is {state}")
+
+
+def declared_idle() -> Iterator[Idle]:
+    """The rows of keys and sections whose declaration says when they can have no effect."""
+    return _declared_idle(PPOConfig(), "")
+
+
+def _declared_idle(node: Any, prefix: str) -> Iterator[Idle]:
+    for field in fields(node):
+        value = getattr(node, field.name)
+        path = f"{prefix}{field.name}{'.' if is_dataclass(value) else ''}"
+        name, _, state = field.metadata.get("idle", "").partition(" is ")
+        if state:
+            yield idle_while(prefix + name if prefix + name in keys() else name, state, path)
+        if is_dataclass(value):
+            yield from _declared_idle(value, path)
 
 
 def from_dict(tree: dict[str, Any]) -> PPOConfig:

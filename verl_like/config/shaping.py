@@ -1,8 +1,8 @@
 """Parts of `algorithm.*` and `reward_model.*` that change a reward before advantages are computed."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from verl_like.config.base import ConfigNode, at_least, one_of, require
+from verl_like.config.base import ConfigNode, at_least, key, one_of, rising_pair, such_that
 from verl_like.config.enums import NORM_SCOPES, AgentNormMethod, ReweightMethod, TruncatedRows
 
 
@@ -10,21 +10,16 @@ from verl_like.config.enums import NORM_SCOPES, AgentNormMethod, ReweightMethod,
 class RewardNormConfig(ConfigNode):
     """`algorithm.reward_norm.*`: (reward - mean) / (std + 1e-6), each statistic over a scope of its own (ROLL)."""
 
-    mean: str | None = None
+    mean: str | None = key(None, one_of(*NORM_SCOPES))
     """Which mean is subtracted: batch, group (responses to one prompt) or running (all steps so far). Null: none."""
-    std: str | None = None
+    std: str | None = key(None, one_of(*NORM_SCOPES))
     """Which standard deviation divides: batch, group or running. Null: none. Rewards without spread stay undivided."""
-    kind: str | None = None
+    kind: str | None = key(None, one_of(*NORM_SCOPES))
     """Short form: batch, group or running sets mean and std at once. Null: mean and std count."""
-    shift: bool = False
+    shift: bool = key(False, idle="kind is null")
     """With kind: subtract the mean, divide by nothing."""
-    scale: bool = False
+    scale: bool = key(False, idle="kind is null")
     """With kind: divide by the standard deviation, subtract nothing. shift wins over it."""
-
-    def check(self) -> None:
-        for key in ("mean", "std", "kind"):
-            if getattr(self, key) is not None:
-                one_of(self, key, NORM_SCOPES)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -33,7 +28,7 @@ class RewardScalingConfig(ConfigNode):
 
     enable: bool = False
     """Short form of reward_norm.std=running."""
-    center: bool = False
+    center: bool = key(False, idle="enable is false: centring belongs to scaling")
     """Also reward_norm.mean=running (TRL's use_score_norm). Nothing without enable."""
 
 
@@ -41,18 +36,15 @@ class RewardScalingConfig(ConfigNode):
 class AgentRewardNormConfig(ConfigNode):
     """`algorithm.agent_reward_norm.*`: normalisation of episode rewards over groups of one's choice (RAGEN, ROLL)."""
 
-    grouping: str = "state"
+    grouping: str = key(
+        "state", such_that(bool, "name state, inductive, batch or an extra_info column"), idle="method is identity"
+    )
     """Rows that are compared: state (same prompt, that is, same initial state), inductive (same data_source, that is,
     same kind of task), batch (all), or the name of an extra_info column."""
     method: AgentNormMethod = AgentNormMethod.identity
     """identity (off), mean (subtract it), mean_std (and divide), asym_clip (mean_std, then clip)."""
-    clip: list[float] = field(default_factory=lambda: [-1.0, 3.0])
+    clip: list[float] = key([-1.0, 3.0], rising_pair(), idle="method is not asym_clip")
     """Lowest and highest value that asym_clip lets through."""
-
-    def check(self) -> None:
-        legal = len(self.clip) == 2 and self.clip[0] < self.clip[1]
-        require(legal, "clip", self.clip, "give two numbers, the lower one first")
-        require(bool(self.grouping), "grouping", self.grouping, "name state, inductive, batch or an extra_info column")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -62,11 +54,8 @@ class PFPPOConfig(ConfigNode):
     reweight_method: ReweightMethod = ReweightMethod.pow
     """Weight of a row: pow (|score| ** weight_pow), max_min (1 for the best and the worst score, 0 else) or max_random
     (0.4 for the best score, 0.1 else)."""
-    weight_pow: float = 2.0
+    weight_pow: float = key(2.0, at_least(0), idle="reweight_method is not pow")
     """Exponent of pow."""
-
-    def check(self) -> None:
-        at_least(self, 0, "weight_pow")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -75,7 +64,7 @@ class LengthRewardConfig(ConfigNode):
 
     enable: bool = False
     """Add coef * response tokens / data.max_response_length to each score."""
-    coef: float = 0.0
+    coef: float = key(0.0, idle="enable is false")
     """Reward of a response that uses the whole budget; below 0 punishes length."""
 
 
@@ -85,18 +74,15 @@ class OverlongBufferConfig(ConfigNode):
 
     enable: bool = False
     """Punish responses that end in the last `len` tokens of data.max_response_length, linearly."""
-    len: int = 0
-    """[tokens] Width of the punished zone."""
-    penalty_factor: float = 0.0
+    len: int = key(0, at_least(0), unit="tokens", idle="enable is false")
+    """Width of the punished zone."""
+    penalty_factor: float = key(0.0, at_least(0), idle="enable is false")
     """Punishment at the end of the zone, and at most."""
-    log: bool = False
+    log: bool = key(False, idle="enable is false")
     """Report the punishment as a metric (reward/overlong_reward/mean, reward/overlong/mean)."""
-    truncated: TruncatedRows = TruncatedRows.penalise
+    truncated: TruncatedRows = key(TruncatedRows.penalise, idle="enable is false")
     """Responses that were cut off (finish reason length): penalise (by their length, as DAPO), zero (reward 0, as
     Colossal-RL) or keep (no punishment)."""
-    only_key: str | None = None
+    only_key: str | None = key(None, idle="enable is false")
     """Punish only rows for which the reward function returned something true under this name (Colossal-RL: rows in
     which an answer was found). Null: all."""
-
-    def check(self) -> None:
-        at_least(self, 0, "len", "penalty_factor")

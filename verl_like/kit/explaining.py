@@ -41,7 +41,7 @@ def explain(name: str, overrides: Sequence[str] = (), yaml_files: Sequence[Path]
     followers = followers_of(changes)
     rows = [("key", key.path if name == path else f"{key.path} ({name} is another spelling)"), ("meaning", key.doc)]
     rows += [("unit", key.unit)] if key.unit else []
-    rows += [("type", _type_of(key)), ("default", shown(key.default))]
+    rows += [("type", _type_of(key)), *([("range", key.range)] if key.range else []), ("default", shown(key.default))]
     here = shown(redacted_tree(get_value(config, key.path), key.path))
     rows += [("here", f"{here} ({'set' if is_set else 'not set'})")]
     rows += [("effect here", _effect(key, config, followers))]

@@ -5,8 +5,7 @@ import pytest
 from verl_like.config import PPOConfig
 from verl_like.config.availability import NO_EFFECT, NOT_YET
 from verl_like.config.doctor import IDLE, covers
-from verl_like.config.idle import Idle
-from verl_like.config.schema import find_key, keys
+from verl_like.config.schema import Idle, find_key, keys
 from verl_like.trainer.compose import compose_with_warnings
 
 A, R, F = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"

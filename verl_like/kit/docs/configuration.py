@@ -1,7 +1,7 @@
 """Generates docs/configuration.md and docs/coming_from_*.md: `python -m verl_like.kit.docs.configuration [--check]`.
 
 Of the first, the keys that matter most, then one table per section: whole key (so that grep finds it), meaning, unit,
-default, which modules read it. Names come from the dataclasses and their doc strings, readers from a scan of the
+range, default, which modules read it. All but the last come from the keys' declarations, readers from a scan of the
 source, so the page cannot drift; a test runs --check.
 """
 
@@ -60,10 +60,10 @@ def page() -> str:
     for path, key in keys().items():
         sections.setdefault(_section(path), []).append(key)
     parts = [_HEAD, f"\n## The {len(ESSENTIAL)} keys that matter\n"]
-    parts += ["| key | meaning | unit | default |\n|---|---|---|---|"]
+    parts += ["| key | meaning | unit | range | default |\n|---|---|---|---|---|"]
     parts += [_line(_cells(keys()[path], tree)) for path in ESSENTIAL]
     for section, rows in sections.items():
-        parts.append(f"\n## {section}\n\n| key | meaning | unit | default | read by |\n|---|---|---|---|---|")
+        parts += [f"\n## {section}\n\n| key | meaning | unit | range | default | read by |\n|---|---|---|---|---|---|"]
         parts += [_row(key, tree, read_by[key.path], status) for key in rows]
     return "\n".join([*parts, ""])
 
@@ -87,7 +87,7 @@ def _row(key: Key, tree: DictConfig, modules: list[str], status: dict[str, str])
 
 
 def _cells(key: Key, tree: DictConfig) -> list[str]:
-    return [f"`{key.path}`", key.doc, key.unit, f"`{_default(key, tree)}`"]
+    return [f"`{key.path}`", key.doc, key.unit, key.range, f"`{_default(key, tree)}`"]
 
 
 def _line(cells: list[str]) -> str:
