@@ -28,11 +28,17 @@ def aggregate(
     loss_scale_factor: float | None = None,
     episode_tokens_B: Tensor | None = None,
 ) -> Tensor:
-    """These rows' contribution to the mini-batch's loss, a scalar.
+    """Reduce the losses of these rows to their contribution to the mini-batch's loss, a scalar.
 
-    loss_scale_factor is used by seq-mean-token-sum-norm only; null means data.max_response_length, a constant of the
-    run, never the width of this batch. episode_tokens_B is used by seq-mean-token-mean only: tokens of the row's
-    episode in all its rows, wherever these are; None: every row is an episode.
+    Args:
+        loss_BR: loss of each token.
+        mask_BR: bool; true for tokens that count.
+        mode: name of the aggregation, as in actor.loss_agg_mode.
+        denominators: counts over the whole mini-batch and all ranks.
+        loss_scale_factor: read by seq-mean-token-sum-norm only; None means data.max_response_length, a constant of the
+            run, never the width of this batch.
+        episode_tokens_B: read by seq-mean-token-mean only: tokens of the row's episode in all its rows, wherever these
+            are; None means that every row is an episode.
     """
     scale = float(denominators.max_response_length) if loss_scale_factor is None else loss_scale_factor
     return AGGREGATIONS.lookup(mode)(loss_BR, mask_BR, denominators, scale, episode_tokens_B)
