@@ -408,9 +408,7 @@ def optimal_token_baseline(inputs: AdvantageInputs, algorithm: AlgorithmConfig) 
 
 @register_advantage("tir_optimal_token_baseline")
 def tir_optimal_token_baseline(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
-    """Optimal token baseline for tool-integrated reasoning: positions are counted in sampled tokens, without tool
-    text.
-    """
+    """Optimal token baseline for tool-integrated reasoning: positions count sampled tokens, not tool text."""
     returns_T, columns = discounted_returns(inputs, gamma=1.0), _energy_columns(inputs)
 
     def work(group_b: Tensor, returns_bR: Tensor, mask_bR: Tensor, *energy: Tensor) -> Tensor:

@@ -287,8 +287,9 @@ def _rejection_metrics(tally: Mapping[str, float]) -> dict[str, float]:
 
 
 def _option_metrics(tally: Mapping[str, float], option: str) -> dict[str, float]:
-    """Metrics of one rejection: its statistic over tokens and rows (std: of values cut to the bounds), and what it
-    takes.
+    """Metrics of one rejection: statistic over tokens and rows, and the shares that are rejected.
+
+    The standard deviation is that of values cut to the bounds.
     """
     n, units, rows = tally[f"{option}/tokens"], tally[f"{option}/units"], tally[f"num_rows/{option}"]
     if n == 0:

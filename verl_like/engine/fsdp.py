@@ -58,14 +58,16 @@ _OFFERS = {"policy": frozenset({LOG_PROBS, ENTROPY, SUM_PI_SQUARED}), "value": f
 
 
 class FSDPEngine:
-    """One sharded model: forward passes, optimizer steps, weight export, checkpoints. All methods, and building one,
-    are collective: every rank calls them, in the same order. Rows may differ between ranks and may be none.
+    """Training engine of one sharded model: forward passes, optimizer steps, weight export, checkpoints.
+
+    All methods, and the constructor, are collective: every rank calls them, in the same order. Rows may differ between
+    ranks and may be none.
 
     role: the model, how it is sharded and trained. Without `optim` the engine is forward only, as the reference's; its
-    shards are kept in the compute precision.
+        shards are kept in the compute precision.
     num_schedule_steps: length of the learning-rate schedule, unless `optim.total_training_steps` sets another.
     tokenizer_size: token ids from here on are masked out of the softmax; None keeps the whole vocabulary.
-    changes: how often its weights have changed, on this rank as on all.
+    changes: how often the weights have changed, the same on all ranks.
     """
 
     def __init__(
@@ -168,7 +170,10 @@ class FSDPEngine:
 
     @contextmanager
     def _comparison(self, want: frozenset[str]) -> Iterator[Head | None]:
-        """The reference on the device, and its gathered head, while "full_kl" is wanted. LoRA: this model's base."""
+        """Hold the reference on the device, and yield its gathered head, while "full_kl" is wanted.
+
+        LoRA: this model's base.
+        """
         if FULL_KL not in want:
             yield None
             return
@@ -182,7 +187,7 @@ class FSDPEngine:
 
     @torch.no_grad()
     def _gathered_head(self) -> Head:
-        """The whole output head on this rank (collective)."""
+        """Gather the whole output head on this rank (collective)."""
         assert isinstance(self.model, PolicyModel)
         found = dict(self.sharding.full_weights(self.compute_dtype, lambda name: name in self._head_names))
         weight, bias = (found.get(name) for name in self._head_names)
@@ -195,13 +200,18 @@ class FSDPEngine:
     def forward(
         self, batch: Sequences, *, want: frozenset[str], rule: MicroBatchRule, temperature: float = 1.0
     ) -> dict[str, Tensor]:
-        """Per-token outputs without gradients, float32 CPU [T]: one for each response token of the rows.
+        """Compute per-token outputs without gradients: float32 CPU [T], one for each response token of the rows.
 
-        want: "log_probs", "entropy" and "sum_pi_squared" (sum over the vocabulary of squared probabilities) of a
-        policy, under logits / temperature, at response_mask (0 elsewhere);
-        "full_kl" (KL to the attached reference over the whole vocabulary) where one is attached;
-        "values" of a value model inside response_length: entry t predicts the state BEFORE response token t.
-        Raises ValueError for an output this kind of model does not have.
+        Args:
+            batch: this rank's rows; may be none.
+            want: names of outputs. "log_probs", "entropy" and "sum_pi_squared" (sum over the vocabulary of squared
+                probabilities) of a policy, at response_mask (0 elsewhere); "full_kl" (KL to the attached reference over
+                the whole vocabulary) where one is attached; "values" of a value model inside response_length: entry t
+                predicts the state BEFORE response token t.
+            rule: largest size of a micro-batch.
+            temperature: logits are divided by it.
+
+        Raises ValueError for an output that this kind of model does not have.
         """
         self._check_want(want)
         self.sharding.root.eval()
@@ -229,7 +239,7 @@ class FSDPEngine:
         return {name: take_rows(values_T, length_B[order], back) for name, values_T in joined.items()}
 
     def _gathers_alone(self, other: Head | None) -> bool:
-        """Whether a forward pass talks to other ranks in FSDP's gathers only."""
+        """True where FSDP's gathers are the only messages that a forward pass exchanges with other ranks."""
         return self._row_group is None and other is None and self._vision is None  # ranks count parts of the tower
 
     def _cut(self, batch: Batch, rule: MicroBatchRule) -> list[tuple[list[int], Batch] | None]:
@@ -238,9 +248,13 @@ class FSDPEngine:
     def _answers(
         self, rows: Sequences | None, want: frozenset[str], temperature: float, other: Head | None = None
     ) -> dict[str, Tensor]:
-        """Outputs [T] of one micro-batch's response tokens; a placeholder's when this rank has no rows left.
+        """Compute the outputs [T] of one micro-batch's response tokens (collective).
 
-        Collective. `other`: the reference's head, for "full_kl".
+        Args:
+            rows: the micro-batch; None where this rank has no rows left: it then runs a placeholder with the others.
+            want: names of outputs, as in `forward`.
+            temperature: logits are divided by it.
+            other: the reference's head, for "full_kl".
         """
         inputs = self._model_input(rows)
         if other is None:
@@ -291,11 +305,19 @@ class FSDPEngine:
         temperature: float = 1.0,
         without_gradient_B: Tensor | None = None,
     ) -> dict[str, Metric]:
-        """One optimizer step over this rank's rows; all ranks step together.
+        """Take one optimizer step over this rank's rows; all ranks step together. Returns the metrics.
 
-        without_gradient_B (bool): rows known to add nothing to the gradient get a forward pass for the metrics and no
-        backward pass; either all ranks pass it or none. Adds "grad_norm" (before clipping), "lr" and "skipped_steps"
-        (1 when the gradient norm was not finite and no weight was changed) to the loss's metrics.
+        Adds "grad_norm" (before clipping), "lr" and "skipped_steps" (1 when the gradient norm was not finite and no
+        weight was changed) to the loss's metrics.
+
+        Args:
+            batch: this rank's rows of the mini-batch; may be none.
+            loss_fn: objective of a micro-batch.
+            denominators: counts over the whole mini-batch and all ranks.
+            rule: largest size of a micro-batch.
+            temperature: logits are divided by it.
+            without_gradient_B: bool; rows known to add nothing to the gradient get a forward pass for the metrics and
+                no backward pass. Either all ranks pass it or none.
         """
         if self.optimizer is None:
             raise ValueError("this engine is forward only (it was built with optim=None)")
@@ -317,7 +339,7 @@ class FSDPEngine:
 
     @contextmanager
     def _own_noise(self) -> Iterator[None]:
-        """Dropout as a function of (seed, rank, step, update): the same after a resume, whoever else drew in between.
+        """Draw dropout from (seed, rank, step, update): the same after a resume, whoever else drew in between.
 
         Ranks of a tensor group draw alike, because they hold the same activations.
         """
@@ -332,7 +354,10 @@ class FSDPEngine:
     def accumulate(
         self, batch: Experience, objective: Objective, rule: MicroBatchRule, without_gradient_B: Tensor | None = None
     ) -> list[dict[str, Metric]]:
-        """Backward passes of all micro-batches into fresh gradients, which stay until a step; the metrics of each."""
+        """Run the backward passes of all micro-batches into fresh gradients, which stay until a step.
+
+        Returns the metrics of each micro-batch.
+        """
         self._check_want(objective.loss_fn.wants)
         self.sharding.root.train()
         with self._comparison(objective.loss_fn.wants) as other:
@@ -354,7 +379,7 @@ class FSDPEngine:
     def _watch(
         self, rows: Experience | None, objective: Objective, rule: MicroBatchRule, other: Head | None
     ) -> list[dict[str, Metric]]:
-        """Forward passes alone, for the metrics of rows that have no gradient (collective unless `rows` is None)."""
+        """Run forward passes alone, for the metrics of rows without a gradient (collective unless `rows` is None)."""
         if rows is None:
             return []
         metrics = []
@@ -368,12 +393,12 @@ class FSDPEngine:
         return metrics
 
     def _counted_once(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
-        """The ranks that share their rows compute the same loss: only the first reports it."""
+        """Keep the metrics on the first of the ranks that share their rows: all of them compute the same loss."""
         repeats = self._row_group is not None and self._row_group.rank > 0
         return {} if repeats else metrics
 
     def _backward(self, rows: Experience | None, objective: Objective, other: Head | None) -> dict[str, Metric]:
-        """Forward and backward of one micro-batch; without rows a loss of zero through the whole model."""
+        """Run forward and backward of one micro-batch; without rows a loss of zero through the whole model."""
         with self._rescue.forward(gathers_alone=self._gathers_alone(other)):
             with nullcontext() if self._activations is None else self._activations.active():
                 outputs = self._answers(rows, objective.loss_fn.wants, objective.temperature, other)
@@ -389,7 +414,7 @@ class FSDPEngine:
     def _loss(
         self, objective: Objective, outputs: dict[str, Tensor], rows: Experience | None
     ) -> tuple[Tensor, dict[str, Metric]]:
-        """The objective of one micro-batch, for which everything is padded; zero without rows."""
+        """Compute the objective of one micro-batch, for which everything is padded; zero without rows."""
         if rows is None:
             return microbatch.zero_loss(outputs), {}
         rows = rows.to(self.device).with_forms()
@@ -397,14 +422,16 @@ class FSDPEngine:
         return objective.loss_fn(padded, rows, objective.denominators)
 
     def advance_schedule(self) -> None:
-        """One step of the learning-rate schedule. It counts training steps (one rollout batch each), as verl's does:
-        call it once after all mini-batches of a batch."""
+        """Advance the learning-rate schedule by one step. Call it once after all mini-batches of a rollout batch.
+
+        The schedule counts training steps (one rollout batch each), as verl's does.
+        """
         if self.schedule is not None:
             self.schedule.steps_done += 1
         self._updates = 0
 
     def _step(self) -> dict[str, Metric]:
-        """Clip and step, unless the gradient is not finite: then no rank changes a weight."""
+        """Clip the gradient and step, unless it is not finite: then no rank changes a weight."""
         assert self.optimizer is not None and self.schedule is not None
         sharding.add_l2_gradient(self.sharding.parameters(), self._l2_coeff)
         norm, rate = self.sharding.gradient_norm(), self.schedule.rate()
@@ -427,7 +454,7 @@ class FSDPEngine:
 
     @contextmanager
     def base_model(self) -> Iterator[None]:
-        """LoRA: forward passes inside run the base model, without adapters. Else a ValueError."""
+        """Switch the adapters of LoRA off for the forward passes inside. Raises ValueError without LoRA."""
         if self._adapters is None:
             raise ValueError("this engine trains all weights: only LoRA keeps the base model (model.lora_rank)")
         with self._adapters.disabled():
@@ -436,7 +463,7 @@ class FSDPEngine:
     # --- weights -----------------------------------------------------------------------------------------------------
 
     def export_weights(self, dtype: torch.dtype, form: WeightForm = "merged") -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor on this rank's device), one at a time, the same order on all ranks.
+        """Yield (Hugging Face name, full tensor on this rank's device), one at a time, the same order on all ranks.
 
         Adapters that travel for themselves are named as in peft without its prefix (`<module>.lora_A.weight`,
         `<module>.lora_B.weight`), and B comes multiplied by alpha / rank: the receiver adds B A x and nothing else.
@@ -451,8 +478,10 @@ class FSDPEngine:
         return self._export.names(form)
 
     def weight_checksums(self, dtype: torch.dtype, form: WeightForm = "merged") -> dict[str, int]:
-        """The checksum (parallel/checksum.py) of every tensor that `export_weights` must yield, from the shards
-        (collective). RuntimeError where an adapter to be merged is not what its shards hold."""
+        """Compute the checksum (parallel/checksum.py) of every tensor of `export_weights`, from the shards.
+
+        Collective. Raises RuntimeError where an adapter to be merged is not what its shards hold.
+        """
         return self._export.checksums(dtype, form)
 
     # --- memory ------------------------------------------------------------------------------------------------------
@@ -485,7 +514,7 @@ class FSDPEngine:
 
     @contextmanager
     def _resident(self, *, optimizer: bool) -> Iterator[None]:
-        """Weights (and optimizer state) on the device inside; what the config wants offloaded goes back after."""
+        """Hold weights (and optimizer state) on the device inside; what the config wants offloaded goes back after."""
         self._onload_params()
         if optimizer:
             self._onload_optimizer()
@@ -495,13 +524,16 @@ class FSDPEngine:
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def save(self, path: str, *, contents: Sequence[str], background: bool = False) -> list[str]:
-        """Write a checkpoint; contents out of "model", "optimizer", "extra" (schedule, RNG), "hf_model": each a folder,
-        the last one huggingface.
+        """Write a checkpoint; return the names of weights and optimizer states with NaN or infinite numbers here.
 
-        Returns the names of weights and optimizer states that hold NaN or infinite numbers on this rank: where any rank
-        has one, nothing is written.
-        background: the shards of "model" and "optimizer" are copied now and written while training goes on; the
-        checkpoint is whole when `saved` says so on every rank.
+        Where any rank has such a number, nothing is written.
+
+        Args:
+            path: folder of the checkpoint.
+            contents: parts out of "model", "optimizer", "extra" (schedule, RNG), "hf_model": each becomes a folder, the
+                last one huggingface.
+            background: copy the shards of "model" and "optimizer" now and write them while training goes on; the
+                checkpoint is whole when `saved` says so on every rank.
         """
         folder = Path(path)
         with self._resident(optimizer="optimizer" in contents):  # states are made beside their parameters
@@ -545,7 +577,7 @@ class FSDPEngine:
         return parts
 
     def _saved_tensors(self, parts: list[Part]) -> Iterator[tuple[str, Tensor]]:
-        """What must be finite before a checkpoint of these parts is written: always the weights, in any form."""
+        """Yield the tensors that must be finite before these parts are written: always the weights, in any form."""
         if not any(folder.name == "model" for _, folder in parts):
             yield from self._model_state().items()
         for tensors, _ in parts:
@@ -561,7 +593,7 @@ class FSDPEngine:
             state.save_sharded(tensors, folder)
 
     def saved(self, *, wait: bool) -> bool:
-        """Whether this rank writes no checkpoint in the background any more; `wait`: until it is so."""
+        """True where this rank writes no checkpoint in the background any more; `wait`: wait until that is so."""
         if self._writer is None:
             return True
         if wait:
@@ -569,14 +601,14 @@ class FSDPEngine:
         return self._writer.done()
 
     def _model_state(self) -> dict[str, Tensor]:
-        """What a checkpoint holds of the model: of LoRA the adapters alone where model.path has the base's weights."""
+        """Tensors of the model in a checkpoint: only the adapters of LoRA where model.path has the base's weights."""
         tensors = self.sharding.model_state()
         if self._adapters is None or not loading.has_weights(self.role.model.path):
             return tensors
         return {name: tensor for name, tensor in tensors.items() if lora.is_trained(name)}
 
     def _save_adapter(self, folder: Path) -> None:
-        """The adapter as the peft library reads it, beside the sharded state."""
+        """Write the adapter as the peft library reads it, beside the sharded state."""
         if self._adapters is None:
             return
         named = self.sharding.full_weights(torch.float32, lora.is_trained)

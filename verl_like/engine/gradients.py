@@ -28,10 +28,18 @@ def minibatch_gradients(
     temperature: float = 1.0,
     without_gradient_B: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Float32 gradient by Hugging Face name, before clipping, in host memory on every rank (collective).
+    """Compute the float32 gradient by Hugging Face name, before clipping, in host memory on every rank (collective).
 
-    batch: this rank's rows (may be none). denominators: of the whole mini-batch. Raises torch.OutOfMemoryError: the cut
-    is what is checked, so that nothing is repeated with smaller micro-batches.
+    Args:
+        engine: the engine whose gradient is taken.
+        batch: this rank's rows; may be none.
+        loss_fn: objective of a micro-batch.
+        denominators: counts over the whole mini-batch and all ranks.
+        rule: largest size of a micro-batch.
+        temperature: logits are divided by it.
+        without_gradient_B: bool; rows known to add nothing to the gradient.
+
+    Raises torch.OutOfMemoryError: the cut is what is checked, so that nothing is repeated with smaller micro-batches.
     """
     engine.onload()
     try:
