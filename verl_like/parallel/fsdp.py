@@ -194,9 +194,7 @@ class Sharding:
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def _norm_of_parts(self, group: SequenceGroup) -> Tensor:
-        """Norm from squares summed over the ranks that hold different parts: three kinds of parameters, three
-        groups.
-        """
+        """Norm from squares summed over the ranks that hold different parts: one sum for each kind of parameter."""
         squares = torch.zeros(3, device=self._device)  # the root's, the layers', those of split weights
         meshes = (self._mesh, self._layer_mesh, None)
         for p in self.parameters():

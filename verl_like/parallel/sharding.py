@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 
 def build_mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
-    """Build a mesh of all ranks; with 0 < fsdp_size < world size of two axes: replicate between groups, shard
-    inside.
+    """Build the mesh of all ranks.
+
+    One axis ("shard"); with 0 < fsdp_size < world size two: "replicate" between groups, "shard" inside.
     """
     world = dist.get_world_size()
     if fsdp_size <= 0 or fsdp_size >= world:
