@@ -57,8 +57,9 @@ class CheckpointNames:
                 yield pattern.replace(_EACH_EXPERT, str(expert)), part
 
     def _stored_names(self, name: str) -> tuple[str, ...]:
-        """Names under which a parameter is stored: one, or the pattern of each part of a stack of experts, in row
-        order.
+        """Names under which a parameter is stored: one, or a pattern for each part of a stack of experts.
+
+        Patterns come in the order of the parts' rows.
         """
         patterns = (name,)
         for rule in self._converters:

@@ -364,9 +364,7 @@ def _wrap(hf: PreTrainedModel, model: ModelConfig, kind: Kind, vocab_size: int |
 
 
 def _refuse_saved_buffers(hf: PreTrainedModel) -> None:
-    """Raise ValueError for a model with saved buffers, which would be lost on their way to the rollout engine and to
-    disk.
-    """
+    """Raise ValueError for a model with saved buffers: they would reach neither the rollout engine nor the disk."""
     buffers = hf.state_dict().keys() - dict(hf.named_parameters(remove_duplicate=False)).keys()
     if buffers:
         raise ValueError(

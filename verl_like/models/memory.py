@@ -166,8 +166,9 @@ def _products_bytes(shape: Shape, path: Path, row: int) -> float:
 
 
 def _head_bytes(shape: Shape, path: Path, tokens: int) -> float:
-    """Bytes of one predicted token: hidden state and a few numbers; log-probs of the vocabulary where these are
-    kept.
+    """Bytes of one predicted token: its hidden state and a few numbers.
+
+    Where log-probs of the vocabulary are kept, these too.
     """
     small = path.c * shape.hidden + 2 * _INDEX + 3 * _WIDE
     if not path.fused_head:

@@ -41,9 +41,7 @@ class SpecialTokens:
         self._names = {text: f"\ufdd0{number}:{secret}\ufdd1" for text, number in self.ids.items()}
 
     def _is_word(self, text: str, number: int) -> bool:
-        """True for an ordinary word or sign that was made special (pad_token="!"), which texts hold without meaning
-        it.
-        """
+        """True for an ordinary word or sign made special (pad_token="!"), which texts hold without meaning it."""
         model: Any = getattr(getattr(self._tokenizer, "backend_tokenizer", None), "model", None)
         may_be = isinstance(model, BPE) and (text.isalnum() or len(text) < 3)
         return may_be and [token.id for token in model.tokenize(text)] == [number]

@@ -23,7 +23,10 @@ _WITHOUT_OPPOSITE = frozenset(
 def server_command(
     rollout: RewardRolloutConfig, path: str, *, host: str, port: int, device: str, trust_remote_code: bool
 ) -> list[str]:
-    """What starts the server of `rollout.name`; it answers under the model's `path`. ValueError where it cannot run."""
+    """Command that starts the server of `rollout.name`, which answers under the model's `path`.
+
+    Raises ValueError where it cannot run.
+    """
     folder = local_folder(path)
     if rollout.name == "vllm":
         vllm_versions.version()
@@ -48,7 +51,10 @@ def server_command(
 
 
 def server_environment(device: str, cuda_devices: str | None) -> dict[str, str]:
-    """Variables of the server's process. cuda_devices: that it may see; None: as this process does."""
+    """Environment variables of the server's process.
+
+    cuda_devices: devices that it may see; None: as this process does.
+    """
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_NO_USAGE_STATS": "1"}
     if device == "cpu":
         return variables | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -100,7 +106,7 @@ def _longest(rollout: RewardRolloutConfig) -> int:
 
 
 def _arguments(options: Mapping[str, Any]) -> list[str]:
-    """--name value; true is a flag alone, false and null are left out, dictionaries are JSON."""
+    """Write options as --name value; true is a flag alone, false and null are left out, dictionaries are JSON."""
     words: list[str] = []
     for name, value in options.items():
         if value is not None and value is not False:
