@@ -1,6 +1,4 @@
-"""Isolation of random numbers: vLLM reseeds torch's global generators, which are the trainer's, and the other way
-round.
-"""
+"""Isolation of random numbers: vLLM reseeds torch's global generators, which belong to the trainer."""
 
 from __future__ import annotations
 

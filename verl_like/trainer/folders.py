@@ -1,4 +1,4 @@
-"""Where a run's files go."""
+"""Folders of a run's output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ _TEMP_DIR_CHARS = 40  # what Ray adds is named by date and process, below 67 cha
 
 
 def check_output_folders(config: PPOConfig, *, make: bool = True) -> None:
-    """ValueError, naming the key, for a folder of the run's output that cannot be made or written."""
+    """Check that the folders of the run's output can be made and written.
+
+    Raises ValueError, naming the key, otherwise.
+    """
     trainer, ray = config.trainer, config.ray_init if config.trainer.launcher == "ray" else RayInitConfig()
     timeline = ray.timeline_json_file
     for key, folder in (

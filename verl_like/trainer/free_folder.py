@@ -1,4 +1,7 @@
-"""Two runs never share a folder: one that does not resume goes beside what another run left."""
+"""Choice of a run's folder: two runs never share one.
+
+A run that does not resume goes beside what another run left.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,9 @@ logger = logging.getLogger(__name__)
 
 
 def with_free_folder(config: PPOConfig) -> PPOConfig:
-    """The configuration with trainer.default_local_dir, and the folders below it, moved to `<folder>-2` (-3 ...) where
-    the folder holds another run's files. Folders of samples elsewhere get the same ending.
+    """Move the run's folder to `<folder>-2` (-3 ...) where it holds another run's files.
+
+    The folder is trainer.default_local_dir, with those below it; folders of samples elsewhere get the same ending.
 
     resume_mode=auto resumes from a checkpoint in the folder, else from the first of `<folder>-2`, -3 ... that has one:
     a job that is started again and again finds its own. A folder in which nothing was trained yet is taken as it is.
@@ -52,11 +56,14 @@ def _say(root: Path, folder: Path, mode: str) -> None:
 
 
 def _holds_run(root: Path) -> bool:
-    """Steps that were reported, or checkpoints. What a failed start leaves (a log, a lock) is nobody's loss."""
+    """True for steps that were reported, or checkpoints.
+
+    The rest of a failed start (a log, a lock) may be written over.
+    """
     metrics = root / "metrics.jsonl"
     return (metrics.exists() and metrics.stat().st_size > 0) or _holds_checkpoint(root)
 
 
 def _holds_checkpoint(root: Path) -> bool:
-    """Also one that is not whole: `find_resume` says what becomes of it."""
+    """True for any checkpoint, also one that is not whole: `find_resume` says what becomes of it."""
     return any(path.suffix not in (".saving", ".deleted") for path in root.glob("global_step_*"))

@@ -1,4 +1,4 @@
-"""The worker groups of a run: one for each pool of its placement."""
+"""Worker groups of a run: one for each pool of its placement."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from verl_like.config.batch_plan import BatchPlan
 
 
 class Pools:
-    """What the driver asks of the processes as such, whatever roles they host."""
+    """Worker groups by pool, for calls to the processes as such, whatever roles they host."""
 
     def __init__(self, groups: Mapping[str, WorkerGroup], plan: BatchPlan, timeout_s: float) -> None:
-        """groups: by the pool's name, as in the plan."""
+        """Take the worker groups, by the pool's name as in the plan."""
         self.groups, self._plan, self._timeout_s = groups, plan, timeout_s
         self.reachable: Callable[[], AbstractContextManager[None]] = nullcontext  # inside, every process can be called
 
     def of(self, role: str) -> WorkerGroup:
-        """The processes that host a role."""
+        """Return the processes that host a role."""
         return self.groups[self._plan.pool_of(role).name]
 
     def ask(self, method: str, *arguments: Any) -> list[Any]:
-        """A method of every process; the answers of all pools."""
+        """Call a method of every process; return the answers of all pools."""
         with self.reachable():
             pending = [group.call_all(method, *arguments) for group in self.groups.values()]
             return [answer for each in pending for answer in each.wait(timeout=self._timeout_s)]

@@ -1,4 +1,4 @@
-"""The worker processes of a run: one group for each pool, in this process or on Ray, started as often as it takes."""
+"""Worker processes of a run: one group for each pool, in this process or on Ray, started as often as it takes."""
 
 from __future__ import annotations
 
@@ -34,9 +34,11 @@ _ROOM_S = 10.0  # how long the driver waits for devices of a replica in place of
 
 
 class Launcher:
-    """Starts the workers of trainer.launcher: `with launcher(spec, device) as groups`. A Ray session is opened with the
-    first start and kept for later ones, unless its daemons have died; the launcher itself is a context manager that
-    ends it."""
+    """Launcher of the workers of trainer.launcher: `with launcher(spec, device) as groups`.
+
+    A Ray session is opened with the first start and kept for later ones, unless its daemons have died; the launcher
+    itself is a context manager that ends it.
+    """
 
     def __init__(self, config: PPOConfig, run_id: str | None = None) -> None:
         self._config, self.run_id = config, run_id or new_run_id()
@@ -44,7 +46,7 @@ class Launcher:
 
     @contextmanager
     def __call__(self, spec: WorkerSpec, device: str) -> Iterator[Groups]:
-        """The groups, stopped at the end of the context."""
+        """Start the groups; they stop at the end of the context."""
         start = self._local if str(self._config.trainer.launcher) == "local" else self._on_ray
         with ExitStack() as stack:
             yield start(spec, device, stack)
@@ -88,7 +90,7 @@ class Launcher:
     def _fleet(
         self, pool: Pool, session: RaySession, spec: WorkerSpec, device: str, stack: ExitStack, watchdog: Watchdog
     ) -> Fleet:
-        """A group for each replica of a pool that only samples."""
+        """Start a group for each replica of a pool that only samples."""
         size = spec.plan.tensor_parallel_size
         if pool.ranks_per_node % size:
             raise ConfigError(

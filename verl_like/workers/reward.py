@@ -1,4 +1,4 @@
-"""The reward model: a sequence classifier with one output, sharded like every other model, that only scores."""
+"""Reward model: a sequence classifier with one output, sharded like every other model, that only scores."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from verl_like.workers.spec import WorkerSpec
 
 
 class RewardWorker:
-    """One rank of the reward model. Its engine keeps on the device only what its fsdp_config says."""
+    """Rank of the reward model. Its engine keeps on the device only what its fsdp_config says."""
 
     def __init__(self, spec: WorkerSpec, process: ProcessInfo) -> None:
         self.rule = spec.plan.roles[REWARD].forward
         self.engine = build_engine(spec, process, REWARD)
 
     def scores(self, batch: Sequences) -> Evaluated:
-        """values_T [B]: the head's output at the last token of each row's prompt.
+        """Score texts: values_T [B] is the head's output at the last token of each row's prompt.
 
         A row is a whole text as its prompt, with one placeholder as its response: the value in front of that is the one
         at the text's end, and no token of the text sees it.
@@ -29,7 +29,10 @@ class RewardWorker:
 
 
 def reward_worker_class(section: RewardModelConfig) -> type[RewardWorker]:
-    """RewardWorker, or the class that reward_model.worker_class names. ValueError if that cannot do its work."""
+    """Return RewardWorker, or the class that reward_model.worker_class names.
+
+    Raises ValueError if it cannot do its work.
+    """
     if section.worker_class is None:
         return RewardWorker
     key = f"reward_model.worker_class={section.worker_class}"
@@ -41,5 +44,5 @@ def reward_worker_class(section: RewardModelConfig) -> type[RewardWorker]:
 
 
 def build_reward_worker(spec: WorkerSpec, process: ProcessInfo) -> RewardWorker:
-    """The scorer of this rank."""
+    """Build the scorer of this rank."""
     return reward_worker_class(spec.config.reward_model)(spec, process)

@@ -1,4 +1,4 @@
-"""The role of a reward model that writes text: an engine's own HTTP server beside the process, on its devices.
+"""Role of a reward model that writes text: an engine's own HTTP server beside the process, on its devices.
 
 The first rank of every tensor_model_parallel_size neighbours has one. It takes no part in calls between ranks: whoever
 grades asks it over HTTP, also while this process samples or trains.
@@ -22,7 +22,7 @@ ServerPlace = tuple[str, str]  # host:port, and what to call it in messages
 
 
 class RewardServer:
-    """One rank's part. ServerError, ValueError where its server does not start."""
+    """Server of one rank. Raises ServerError, ValueError where it does not start."""
 
     def __init__(self, spec: WorkerSpec, env: RankEnv) -> None:
         reward = spec.config.reward_model
@@ -68,7 +68,7 @@ class RewardServer:
             raise
 
     def where(self) -> ServerPlace | None:
-        """Where this rank's server is; None for a rank without one."""
+        """Return the place of this rank's server; None for a rank without one."""
         return self.place
 
     def shutdown(self) -> None:
