@@ -61,7 +61,7 @@ class AdvantageInputs(TensorStruct):
         return row_sums(self.response_mask_T, self.response_length_B)
 
     def on_sampled(self, values_B: Tensor) -> Tensor:
-        """One value per row on each of its sampled tokens, 0 on others: float32 [T]."""
+        """Spread one value per row over its sampled tokens, 0 on others: float32 [T]."""
         return masked_fill_zero(on_rows(values_B.float(), self.response_length_B), self.response_mask_T)
 
     def by_blocks(
@@ -167,7 +167,8 @@ def gae(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs
 
 @register_advantage("grpo")
 def grpo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
-    """(reward - group mean) / (group std + 1e-6) on every token (DeepSeekMath, arXiv 2402.03300).
+    """Group-relative advantage: (reward - group mean) / (group std + 1e-6) on every token (DeepSeekMath, arXiv
+    2402.03300).
 
     norm_adv_by_std_in_grpo=False leaves the division out (Dr. GRPO, arXiv 2503.20783). A group of one has nothing to be
     compared with: its advantage is 0 (verl gives it its reward).

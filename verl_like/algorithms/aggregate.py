@@ -1,4 +1,4 @@
-"""From a per-token loss to one number: actor.loss_agg_mode.
+"""Aggregation of a per-token loss to one number: actor.loss_agg_mode.
 
 Every mode returns the given rows' SUM over a GLOBAL denominator, counted over the whole mini-batch and all ranks before
 any backward pass. So contributions of micro-batches and ranks simply add up, and no cut changes loss or gradient.
@@ -46,7 +46,7 @@ def aggregate(
 
 @AGGREGATIONS.register("token-mean")
 def token_mean(loss_BR: Tensor, mask_BR: Tensor, denominators: Denominators, *_: object) -> Tensor:
-    """Every token counts the same (DAPO, arXiv 2503.14476)."""
+    """Mean over all tokens: each counts the same (DAPO, arXiv 2503.14476)."""
     return masked_sum(loss_BR, mask_BR) / max(denominators.num_tokens, 1)
 
 

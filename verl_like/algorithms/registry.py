@@ -68,5 +68,5 @@ class Registry(Generic[T]):
         return self._entry_of(found)
 
     def names(self) -> list[str]:
-        """All names, sorted."""
+        """Names of all entries, sorted."""
         return sorted(self._entries)

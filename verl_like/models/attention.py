@@ -1,4 +1,4 @@
-"""One attention function for packed tokens, registered with transformers' attention interface.
+"""Attention function for packed tokens, registered with transformers' attention interface.
 
 The model call carries `segments`; queries, keys and values are [1, heads, T, head_dim] over all segments. On CUDA in
 half precision FlashAttention (3 or 2) runs where it is installed, torch's own varlen attention otherwise; elsewhere,

@@ -91,7 +91,7 @@ class RolloutEngine:
     """
 
     num_rescues = 0
-    """How often memory ran out while it sampled, and fewer sequences at once went on."""
+    """Number of times that memory ran out while sampling, and fewer sequences at once went on."""
 
     def __init__(
         self,

@@ -344,7 +344,7 @@ class _Process:
             self._fail(f"what the engine's process said cannot be read: {error!r}")
 
     def _ask_for_a_sign(self) -> None:
-        """Ask a silent engine for a sign of life, after the time limit: it may be at work on long responses, or
+        """Ask a silent engine for a sign of life, after the time limit: it may be busy with long responses, or
         stuck.
         """
         with self._changed:
