@@ -65,7 +65,7 @@ def bounded(handle: MediaHandle, size: tuple[int, int], max_megapixels: float) -
 def decoded(handle: MediaHandle, value: Any = None) -> Image.Image:
     """Decode the image as a viewer shows it. Raises MediaError where it is damaged.
 
-    value: the form of the image in the cell, where it is not the whole cell.
+    value: the part of the cell that holds or names the image; None: the whole cell.
     """
     image, _ = _opened(handle, cell_of(handle) if value is None else value)
     with image:

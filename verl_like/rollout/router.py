@@ -441,7 +441,7 @@ class Router:
         return results
 
     def _begin_anew(self, entry: _Entry) -> None:
-        """Begin a request from its own `resume`: the engine cannot go on from what another one has sampled of it."""
+        """Begin a request again from the tokens it came with: the engine cannot go on from those of another engine."""
         entry.request, entry.seen = dataclasses.replace(entry.request, resume=entry.given), entry.given
         self._unassign(entry)
         self._enqueue(entry)
