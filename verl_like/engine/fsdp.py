@@ -6,46 +6,27 @@ import dataclasses
 import hashlib
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from verl_like.batch import Denominators, Experience, Metric, Sequences, merge_metrics
-from verl_like.config.fsdp import resolve_dtype
-from verl_like.engine import microbatch, packing_check, state
-from verl_like.engine.expert_load import ExpertLoad
-from verl_like.engine.export import WeightExport
+from verl_like.engine import microbatch, packing_check
 from verl_like.engine.microbatch import Batch, Objective
-from verl_like.engine.optim import LossScale, Schedule, build_optimizer
+from verl_like.engine.optim import Schedule
 from verl_like.engine.rescue import Rescue
-from verl_like.engine.state import BackgroundWriter, Part
-from verl_like.engine.train_engine import (
-    ENTROPY,
-    FULL_KL,
-    LOG_PROBS,
-    SUM_PI_SQUARED,
-    VALUES,
-    LossFn,
-    WeightChanges,
-    WeightForm,
-)
+from verl_like.engine.sharded_model import ShardedModel
+from verl_like.engine.train_engine import ENTROPY, FULL_KL, LOG_PROBS, SUM_PI_SQUARED, VALUES, LossFn
 from verl_like.flat_columns import take_rows
-from verl_like.heartbeat import advance
-from verl_like.models import blocks, families, loading, lora, packing, tensor_plan
-from verl_like.models.checkpoint_names import CheckpointNames
-from verl_like.models.families import num_experts
+from verl_like.models import loading, packing, tensor_plan
 from verl_like.models.fused_linear import Head, Reference
-from verl_like.models.heads import HF_PREFIX, HIDDEN, PolicyModel, TokenModel, dtype_of
-from verl_like.models.vision import processor_of
+from verl_like.models.heads import HIDDEN, PolicyModel
 from verl_like.parallel import sharding
 from verl_like.parallel.activation_offload import ActivationOffload
 from verl_like.parallel.dist import ProcessInfo
-from verl_like.parallel.fsdp import Sharding
 from verl_like.parallel.ulysses import sequence_group
 
 if TYPE_CHECKING:
@@ -57,7 +38,7 @@ log = logging.getLogger(__name__)
 _OFFERS = {"policy": frozenset({LOG_PROBS, ENTROPY, SUM_PI_SQUARED}), "value": frozenset({VALUES})}
 
 
-class FSDPEngine:
+class FSDPEngine(ShardedModel):
     """Training engine of one sharded model: forward passes, optimizer steps, weight export, checkpoints.
 
     All methods, and the constructor, are collective: every rank calls them, in the same order. Rows may differ between
@@ -79,88 +60,22 @@ class FSDPEngine:
         tokenizer_size: int | None = None,
         seed: int = 1,
     ) -> None:
-        model, fsdp, optim = role.model, role.fsdp, role.optim
-        self.role, self.kind, self.process, self.device = role, role.kind, process, process.device
-        self.packed = loading.uses_packing(model)
-        self.shares_prompts = loading.shares_prompts(model)
-        self.hf_config = loading.load_hf_config(model)
-        loading.check_backend(model, self.hf_config, self.device)
-        loading.check_ulysses(model, self.hf_config, role.ulysses)
-        tensor_plan.check_engine(model, self.hf_config, fsdp, ulysses=role.ulysses)
-        self._vision = processor_of(model, self.hf_config)
-        self.compute_dtype = dtype_of(resolve_dtype(fsdp.dtype, self.device.type))
-        self._adapters: lora.Adapters | None = None
-        self.model = self._build_model(tokenizer_size, seed)
-        loading.replace_functions(self.model.hf, model, self.device, compiled=role.compile_blocks)
-        self._expert_load: ExpertLoad | None = None
-        if optim is not None and self.packed and not role.compile_blocks:  # a count would break compiled layers in two
-            self._expert_load = ExpertLoad.of(self.model, num_experts(self.hf_config), self.device)
-        self.sharding = self._shard()
-        whole = partial(loading.build_meta_model, model, self.hf_config, kind=role.kind)
-        self._export = WeightExport(self.sharding, self._adapters, self._stored, whole)
+        schedule = None if role.optim is None else Schedule(role.optim, num_schedule_steps)
+        super().__init__(role, process, schedule, tokenizer_size, seed)
+        self.shares_prompts = loading.shares_prompts(role.model)
         self._row_group = self.sharding.tensor_group or sequence_group(role.ulysses)  # ranks that share their rows
-        self.optimizer = None if optim is None else build_optimizer(self.sharding.parameters(), optim)
-        self._activations: ActivationOffload | None = None
-        if optim is not None and model.enable_activation_offload and self.device.type == "cuda":
-            self._activations = ActivationOffload(self.device)
-        self.schedule = None if optim is None else Schedule(optim, num_schedule_steps)
-        self.changes = WeightChanges()
+        moves = role.optim is not None and role.model.enable_activation_offload and self.device.type == "cuda"
+        self._activations = ActivationOffload(self.device) if moves else None
         self._seed, self._updates = seed, 0  # updates since the schedule's last step
-        self._rescue = Rescue(self.sharding, alone=self.process.world_size == 1)
-        self._loss_scale = LossScale(self.compute_dtype)
-        self._l2_coeff = 0.0 if optim is None else optim.l2_coeff
+        self._rescue = Rescue(self.sharding, alone=process.world_size == 1)
+        self._l2_coeff = 0.0 if role.optim is None else role.optim.l2_coeff
         self._reference: FSDPEngine | None = None
-        self._params_offloaded = self._optimizer_offloaded = False
-        self._writer: BackgroundWriter | None = None
         if self.packed:
             checked = (self.sharding.root, self.model, self.hf_config, self.device, self.compute_dtype)
             packing_check.check_packing(*checked, self.sharding.tensor_group, self._vision)
             self.sharding.reshard()
-        if fsdp.param_offload:
+        if role.fsdp.param_offload:
             self.offload(params=True, optimizer=False)
-
-    def _build_model(self, tokenizer_size: int | None, seed: int) -> TokenModel:
-        role, config, training = self.role, self.role.model, self.role.optim is not None
-        compute, master = self.compute_dtype, dtype_of(role.fsdp.model_dtype)
-        with_lora = training and config.lora_rank > 0
-        stored = master if training and not with_lora else compute  # a frozen base needs no master copy
-        model = loading.build_token_model(
-            config,
-            self.hf_config,
-            kind=role.kind,
-            dtype=stored,
-            vocab_size=tokenizer_size,
-            seed=seed,
-            empty=self.process.rank != 0,
-        )
-        if training and config.enable_gradient_checkpointing:
-            blocks.enable_checkpointing(model.hf, selective=config.recompute_granularity == "selective")
-        model.requires_grad_(training)
-        tower = families.frozen_tower(model.hf, frozen=role.freeze_vision_tower)
-        self._head_names = model.head_names()
-        self._stored = CheckpointNames(model.hf)
-        if with_lora:
-            self._adapters = lora.attach(model.hf, config, dtype=master, seed=seed, left_out=tower)
-            if config.lora_adapter_path is not None and self.process.rank == 0:  # the others get theirs from there
-                lora.load_adapter(model.hf, config)
-        return model
-
-    def _shard(self) -> Sharding:
-        fsdp = self.role.fsdp
-        layers = loading.sharding_units(self.model, fsdp)
-        if self.role.compile_blocks:
-            blocks.compile_blocks(layers, self.device)
-        precision = fsdp.mixed_precision
-        return Sharding(
-            self.model,
-            layers,
-            fsdp,
-            compute_dtype=self.compute_dtype,
-            reduce_dtype=dtype_of(precision.reduce_dtype),
-            buffer_dtype=None if precision.buffer_dtype is None else dtype_of(precision.buffer_dtype),
-            device=self.device,
-            tensor=tensor_plan.tensor_plan(self.model, self.hf_config, self.role.tensor),
-        )
 
     def attach_reference(self, reference: FSDPEngine) -> None:
         """Offer "full_kl": the KL divergence of this policy from `reference`, whose weights must not change."""
@@ -394,8 +309,7 @@ class FSDPEngine:
 
     def _counted_once(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
         """Keep the metrics on the first of the ranks that share their rows: all of them compute the same loss."""
-        repeats = self._row_group is not None and self._row_group.rank > 0
-        return {} if repeats else metrics
+        return {} if self._row_group is not None and self._row_group.rank > 0 else metrics
 
     def _backward(self, rows: Experience | None, objective: Objective, other: Head | None) -> dict[str, Metric]:
         """Run forward and backward of one micro-batch; without rows a loss of zero through the whole model."""
@@ -451,176 +365,3 @@ class FSDPEngine:
         skipped = float(not finite and not self._loss_scale.settles and self.process.rank == 0)  # once, not per rank
         metrics = {"grad_norm": Metric(value=float(norm)), "lr": Metric(value=rate), **self._loss_scale.stepped(finite)}
         return metrics | {"skipped_steps": Metric(value=skipped, reduction="sum")}
-
-    @contextmanager
-    def base_model(self) -> Iterator[None]:
-        """Switch the adapters of LoRA off for the forward passes inside. Raises ValueError without LoRA."""
-        if self._adapters is None:
-            raise ValueError("this engine trains all weights: only LoRA keeps the base model (model.lora_rank)")
-        with self._adapters.disabled():
-            yield
-
-    # --- weights -----------------------------------------------------------------------------------------------------
-
-    def export_weights(self, dtype: torch.dtype, form: WeightForm = "merged") -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, full tensor on this rank's device), one at a time, the same order on all ranks.
-
-        Adapters that travel for themselves are named as in peft without its prefix (`<module>.lora_A.weight`,
-        `<module>.lora_B.weight`), and B comes multiplied by alpha / rank: the receiver adds B A x and nothing else.
-        """
-        for named in self._export.stream(dtype, form):
-            advance(amount=named[1].nbytes)
-            yield named
-            del named  # before the next one is gathered
-
-    def weight_names(self, form: WeightForm = "merged") -> dict[str, torch.Size]:
-        """Names and shapes that `export_weights` must yield, computed from the model's config, not from the shards."""
-        return self._export.names(form)
-
-    def weight_checksums(self, dtype: torch.dtype, form: WeightForm = "merged") -> dict[str, int]:
-        """Compute the checksum (parallel/checksum.py) of every tensor of `export_weights`, from the shards.
-
-        Collective. Raises RuntimeError where an adapter to be merged is not what its shards hold.
-        """
-        return self._export.checksums(dtype, form)
-
-    # --- memory ------------------------------------------------------------------------------------------------------
-
-    def offload(self, params: bool = True, optimizer: bool = True) -> None:
-        """Move shards and optimizer state to host memory; nothing to do on a CPU or under offload_policy."""
-        if self.device.type == "cpu" or self.role.fsdp.offload_policy:
-            return
-        if optimizer and self.optimizer is not None and not self._optimizer_offloaded:
-            sharding.move_optimizer(self.optimizer, torch.device("cpu"))
-            self._optimizer_offloaded = True
-        if params and not self._params_offloaded:
-            self.sharding.move_params(torch.device("cpu"))
-            self._params_offloaded = True
-
-    def onload(self) -> None:
-        """Undo `offload`."""
-        self._onload_params()
-        self._onload_optimizer()
-
-    def _onload_params(self) -> None:
-        if self._params_offloaded:
-            self.sharding.move_params(self.device)
-            self._params_offloaded = False
-
-    def _onload_optimizer(self) -> None:
-        if self._optimizer_offloaded and self.optimizer is not None:
-            sharding.move_optimizer(self.optimizer, self.device)
-            self._optimizer_offloaded = False
-
-    @contextmanager
-    def _resident(self, *, optimizer: bool) -> Iterator[None]:
-        """Hold weights (and optimizer state) on the device inside; what the config wants offloaded goes back after."""
-        self._onload_params()
-        if optimizer:
-            self._onload_optimizer()
-        yield
-        self.offload(params=self.role.fsdp.param_offload, optimizer=self.role.fsdp.optimizer_offload)
-
-    # --- checkpoints -------------------------------------------------------------------------------------------------
-
-    def save(self, path: str, *, contents: Sequence[str], background: bool = False) -> list[str]:
-        """Write a checkpoint; return the names of weights and optimizer states with NaN or infinite numbers here.
-
-        Where any rank has such a number, nothing is written.
-
-        Args:
-            path: folder of the checkpoint.
-            contents: parts out of "model", "optimizer", "extra" (schedule, RNG), "hf_model": each becomes a folder, the
-                last one huggingface.
-            background: copy the shards of "model" and "optimizer" now and write them while training goes on; the
-                checkpoint is whole when `saved` says so on every rank.
-        """
-        folder = Path(path)
-        with self._resident(optimizer="optimizer" in contents):  # states are made beside their parameters
-            parts = self._parts(folder, contents)
-            names, refused = state.not_finite(self._saved_tensors(parts), self.device)
-            if refused:
-                return names
-            self._save_parts(parts, background=background)
-            if "model" in contents:
-                self._save_adapter(folder / "adapter")
-        if "extra" in contents:
-            state.save_extra(folder / "extra", self.process.rank, self._counters())
-        if "hf_model" in contents:
-            self.export_hf(str(folder / "huggingface"))
-        elif self.process.rank == 0:
-            state.write_config(self.model.hf, folder / "huggingface", dtype_of(self.role.fsdp.model_dtype))
-        return []
-
-    def load(self, path: str, *, contents: Sequence[str]) -> None:
-        """Read what `save` wrote, also with another number of ranks. Raises ValueError when a part is lacking."""
-        folder = Path(path)
-        self.changes = self.changes.after_load()
-        if "model" in contents:
-            with self._resident(optimizer=False):
-                state.load_sharded(self._model_state(), folder / "model")
-        if self.optimizer is not None and "optimizer" in contents:
-            with self._resident(optimizer=True):
-                state.load_sharded(self.sharding.optimizer_state(self.optimizer), folder / "optimizer")
-        if "extra" in contents:
-            counters = state.load_extra(folder / "extra", self.process.rank)
-            if self.schedule is not None:
-                self.schedule.steps_done = counters["schedule_steps"]
-                self._loss_scale.restore(counters)
-
-    def _parts(self, folder: Path, contents: Sequence[str]) -> list[Part]:
-        parts: list[Part] = []
-        if "model" in contents:
-            parts.append((self._model_state(), folder / "model"))
-        if self.optimizer is not None and "optimizer" in contents:
-            parts.append((self.sharding.optimizer_state(self.optimizer), folder / "optimizer"))
-        return parts
-
-    def _saved_tensors(self, parts: list[Part]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that must be finite before these parts are written: always the weights, in any form."""
-        if not any(folder.name == "model" for _, folder in parts):
-            yield from self._model_state().items()
-        for tensors, _ in parts:
-            yield from tensors.items()
-
-    def _save_parts(self, parts: list[Part], *, background: bool) -> None:
-        if background:
-            if self._writer is None:
-                self._writer = BackgroundWriter()
-            self._writer.write(parts)
-            return
-        for tensors, folder in parts:
-            state.save_sharded(tensors, folder)
-
-    def saved(self, *, wait: bool) -> bool:
-        """True where this rank writes no checkpoint in the background any more; `wait`: wait until that is so."""
-        if self._writer is None:
-            return True
-        if wait:
-            self._writer.wait()
-        return self._writer.done()
-
-    def _model_state(self) -> dict[str, Tensor]:
-        """Tensors of the model in a checkpoint: only the adapters of LoRA where model.path has the base's weights."""
-        tensors = self.sharding.model_state()
-        if self._adapters is None or not loading.has_weights(self.role.model.path):
-            return tensors
-        return {name: tensor for name, tensor in tensors.items() if lora.is_trained(name)}
-
-    def _save_adapter(self, folder: Path) -> None:
-        """Write the adapter as the peft library reads it, beside the sharded state."""
-        if self._adapters is None:
-            return
-        named = self.sharding.full_weights(torch.float32, lora.is_trained)
-        tensors = ((lora.peft_name(name.removeprefix(HF_PREFIX)), tensor) for name, tensor in named)
-        config = self._adapters.peft_config(self.role.model.path, is_value_model=self.kind == "value")
-        state.export_adapter(tensors, config, folder, rank=self.process.rank)
-
-    def _counters(self) -> dict[str, int]:
-        done = 0 if self.schedule is None else self.schedule.steps_done
-        return {"schedule_steps": done, **self._loss_scale.counters()}
-
-    def export_hf(self, path: str) -> None:
-        """Write config and safetensors that `from_pretrained` reads, in the precision of the shards."""
-        dtype = dtype_of(self.role.fsdp.model_dtype)
-        state.export_hf(self.model.hf, self.export_weights(dtype), Path(path), rank=self.process.rank, dtype=dtype)
