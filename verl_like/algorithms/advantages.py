@@ -27,10 +27,10 @@ _LOOP_BLOCK = 2**22  # entries of a block of rows: fewer rows would make more st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageInputs(TensorStruct):
-    """What estimators may look at, as columns [T] or padded (`values_BR`): see verl_like/batch.py. Optional columns are
-    there when the run has them. Padding is 0 or false.
+    """Columns that an advantage estimator may read, [T] or padded (`values_BR`): see verl_like/batch.py.
 
-    A row is a whole episode: one whose history was rewritten comes joined to one row (see algorithms/experience.py).
+    Optional columns are there when the run has them. Padding is 0 or false. A row is a whole episode: one whose history
+    was rewritten comes joined to one row (see algorithms/experience.py).
     """
 
     without_lengths: ClassVar[bool] = True
@@ -61,15 +61,19 @@ class AdvantageInputs(TensorStruct):
         return row_sums(self.response_mask_T, self.response_length_B)
 
     def on_sampled(self, values_B: Tensor) -> Tensor:
-        """One value per row on each of its sampled tokens, 0 on others: float32 [T]."""
+        """Spread one value per row over its sampled tokens, 0 on others: float32 [T]."""
         return masked_fill_zero(on_rows(values_B.float(), self.response_length_B), self.response_mask_T)
 
     def by_blocks(
         self, work: Callable[..., Tensor], *columns_T: Tensor, groups: bool = False, entries: int | None = None
     ) -> Tensor:
-        """`work` on padded blocks of the columns, its answers as one column [T].
+        """Apply `work` to padded blocks of the columns; return its answers as one column [T].
 
-        groups: whole groups are in a block, and work's first argument is the rows' group_B.
+        Args:
+            work: function of padded tensors [b, R]; returns one of that shape.
+            columns_T: columns to cut into blocks of whole rows.
+            groups: keep whole groups in a block, and give `work` the rows' group_B as first argument.
+            entries: largest size of a padded block; None means the default.
         """
         blocks = Blocks(self.response_length_B, self.group_B if groups else None, entries)
         answer_T = torch.zeros(0)
@@ -84,7 +88,7 @@ class AdvantageInputs(TensorStruct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageOutputs(TensorStruct):
-    """Both are 0 outside response_mask. Given padded, as [B, R], lengths need not be said."""
+    """Advantages and returns, 0 outside response_mask. Given padded, as [B, R], lengths need not be said."""
 
     without_lengths: ClassVar[bool] = True
 
@@ -123,7 +127,7 @@ def compute_advantages(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> A
 def outcome(
     inputs: AdvantageInputs, advantages_T: Tensor, returns_T: Tensor, metrics: dict[str, float] | None = None
 ) -> AdvantageOutputs:
-    """What an estimator found, as columns of these rows."""
+    """Make an estimator's result from advantages and returns, as columns of the inputs' rows."""
     lengths = inputs.response_length_B
     return AdvantageOutputs(
         advantages_T=advantages_T, returns_T=returns_T, response_length_B=lengths, metrics=metrics or {}
@@ -135,7 +139,7 @@ def gae(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs
     """Generalized advantage estimation, whitened over all tokens (Schulman et al. 2016, arXiv 1506.02438).
 
     A token outside the mask (tool text) is stepped over: the value and the running sum of the next sampled token are
-    carried on undiscounted, so a multi-turn row equals the same row with its tool text cut out. So they are where an
+    carried on undiscounted, so a multi-turn row equals the same row with its tool text cut out. The same holds where an
     episode goes on in another row: the state after a row's last token is the next row's prompt.
     """
     if inputs.values_T is None:
@@ -163,7 +167,8 @@ def gae(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs
 
 @register_advantage("grpo")
 def grpo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
-    """(reward - group mean) / (group std + 1e-6) on every token (DeepSeekMath, arXiv 2402.03300).
+    """Group-relative advantage: (reward - group mean) / (group std + 1e-6) on every token (DeepSeekMath, arXiv
+    2402.03300).
 
     norm_adv_by_std_in_grpo=False leaves the division out (Dr. GRPO, arXiv 2503.20783). A group of one has nothing to be
     compared with: its advantage is 0 (verl gives it its reward).
@@ -299,7 +304,7 @@ def gdpo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutput
 
 
 def turns_in(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Turns:
-    """The batch's turns; ValueError naming the estimator when it has none."""
+    """Return the batch's turns. Raises ValueError, naming the estimator, when the batch has none."""
     if inputs.step_T is None:
         raise ValueError(
             f"algorithm.adv_estimator={algorithm.adv_estimator!r} needs turns (step_T), but these responses have one "
@@ -404,7 +409,7 @@ def optimal_token_baseline(inputs: AdvantageInputs, algorithm: AlgorithmConfig) 
 
 @register_advantage("tir_optimal_token_baseline")
 def tir_optimal_token_baseline(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
-    """The same with positions counted in sampled tokens, tool text left out: for tool-integrated reasoning."""
+    """Optimal token baseline for tool-integrated reasoning: positions count sampled tokens, not tool text."""
     returns_T, columns = discounted_returns(inputs, gamma=1.0), _energy_columns(inputs)
 
     def work(group_b: Tensor, returns_bR: Tensor, mask_bR: Tensor, *energy: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""From a per-token loss to one number: actor.loss_agg_mode.
+"""Aggregation of a per-token loss to one number: actor.loss_agg_mode.
 
 Every mode returns the given rows' SUM over a GLOBAL denominator, counted over the whole mini-batch and all ranks before
 any backward pass. So contributions of micro-batches and ranks simply add up, and no cut changes loss or gradient.
@@ -28,11 +28,17 @@ def aggregate(
     loss_scale_factor: float | None = None,
     episode_tokens_B: Tensor | None = None,
 ) -> Tensor:
-    """These rows' contribution to the mini-batch's loss, a scalar.
+    """Reduce the losses of these rows to their contribution to the mini-batch's loss, a scalar.
 
-    loss_scale_factor is used by seq-mean-token-sum-norm only; null means data.max_response_length, a constant of the
-    run, never the width of this batch. episode_tokens_B is used by seq-mean-token-mean only: tokens of the row's
-    episode in all its rows, wherever these are; None: every row is an episode.
+    Args:
+        loss_BR: loss of each token.
+        mask_BR: bool; true for tokens that count.
+        mode: name of the aggregation, as in actor.loss_agg_mode.
+        denominators: counts over the whole mini-batch and all ranks.
+        loss_scale_factor: read by seq-mean-token-sum-norm only; None means data.max_response_length, a constant of the
+            run, never the width of this batch.
+        episode_tokens_B: read by seq-mean-token-mean only: tokens of the row's episode in all its rows, wherever these
+            are; None means that every row is an episode.
     """
     scale = float(denominators.max_response_length) if loss_scale_factor is None else loss_scale_factor
     return AGGREGATIONS.lookup(mode)(loss_BR, mask_BR, denominators, scale, episode_tokens_B)
@@ -40,7 +46,7 @@ def aggregate(
 
 @AGGREGATIONS.register("token-mean")
 def token_mean(loss_BR: Tensor, mask_BR: Tensor, denominators: Denominators, *_: object) -> Tensor:
-    """Every token counts the same (DAPO, arXiv 2503.14476)."""
+    """Mean over all tokens: each counts the same (DAPO, arXiv 2503.14476)."""
     return masked_sum(loss_BR, mask_BR) / max(denominators.num_tokens, 1)
 
 

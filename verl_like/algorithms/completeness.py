@@ -13,9 +13,9 @@ from verl_like.batch import PromptRow, RewardFailure, Scores, usable_number
 from verl_like.config import ActorConfig, AlgorithmConfig, RewardModelConfig
 
 SHAPED_REWARDS = ("seq_reward", "seq_final_reward")
-"""What algorithm.filter_groups.metric may name, and no reward function returns."""
+"""Metrics that algorithm.filter_groups.metric may name, and no reward function returns."""
 NOT_IN_EXTRA_INFO = ("state", "batch", "inductive", "data_source", "ability", "index")
-"""What algorithm.agent_reward_norm.grouping may be, besides columns of extra_info."""
+"""Values of algorithm.agent_reward_norm.grouping, besides columns of extra_info."""
 _GROUPING = "algorithm.agent_reward_norm.grouping"
 
 
@@ -27,10 +27,17 @@ def complete(
     reward_model: RewardModelConfig | None = None,
     actor: ActorConfig | None = None,
 ) -> Scores:
-    """The scores, where rows that lack a value have failed (bad_value).
+    """Mark rows that lack a value which the configuration reads as failed (bad_value), and return the scores.
 
-    For want of a value of the reward function a row scores reward_model.failure_penalty, if there is one; for want of
-    one of the data set it is left out in any case. Of a section that is not given nothing is known to be read.
+    A row that lacks a value of the reward function scores reward_model.failure_penalty, if there is one. A row that
+    lacks a value of the data set is left out in any case.
+
+    Args:
+        scores: scores of the rows, [B].
+        rows: the data set's rows that the responses answer, one for each score.
+        algorithm: names the rewards that gdpo compares, and the columns that rewards are grouped by.
+        reward_model: names the values of the reward function; None means that none is read.
+        actor: names the value of the data set that weighs rows; None means that none is read.
     """
     returned, given = _of_reward_function(algorithm, reward_model), _of_data(algorithm, actor)
     penalty = reward_model and reward_model.failure_penalty
@@ -47,7 +54,7 @@ def complete(
 
 
 def _of_reward_function(algorithm: AlgorithmConfig, reward_model: RewardModelConfig | None) -> dict[str, str]:
-    """Name of each value that it must return -> the key that names it."""
+    """Map the name of each value that the reward function must return to the key that names it."""
     wanted = dict.fromkeys(component_names(algorithm), "algorithm.gdpo_reward_keys")
     if (rules := algorithm.filter_groups).enable and rules.metric not in (None, "score", *SHAPED_REWARDS):
         wanted[rules.metric] = "algorithm.filter_groups.metric"
@@ -58,7 +65,7 @@ def _of_reward_function(algorithm: AlgorithmConfig, reward_model: RewardModelCon
 
 
 def _of_data(algorithm: AlgorithmConfig, actor: ActorConfig | None) -> dict[str, str]:
-    """The same of extra_info."""
+    """Map the name of each value that a row's extra_info must hold to the key that names it."""
     wanted, norm = {}, algorithm.agent_reward_norm
     if norm.method != "identity" and norm.grouping not in NOT_IN_EXTRA_INFO:
         wanted[norm.grouping] = _GROUPING
@@ -77,13 +84,15 @@ def _lacking(values: Mapping[str, Any], wanted: Mapping[str, str], source: str) 
 
 
 def component_names(algorithm: AlgorithmConfig) -> list[str]:
-    """The rewards that gdpo compares besides the score. Other estimators need none."""
+    """Names of the rewards that gdpo compares besides the score; empty for other estimators."""
     return [key for key in algorithm.gdpo_reward_keys if key != "score"] if algorithm.adv_estimator == "gdpo" else []
 
 
 def extra_numbers(scores: Scores, name: str) -> Tensor:
-    """The number that the reward function returned under `name` for each row: float64 [B]; NaN where it is none. A row
-    that failed, and has a score all the same (reward_model.failure_penalty), has that here too."""
+    """Number that the reward function returned under `name` for each row: float64 [B]; NaN where it is none.
+
+    A row that failed, and has a score all the same (reward_model.failure_penalty), has that score here too.
+    """
     numbers = [usable_number(extras.get(name)) for extras in scores.extras]
     failed = zip(numbers, scores.failures, scores.score_B.tolist(), strict=True)
     return torch.tensor([(s if f else math.nan) if n is None else n for n, f, s in failed], dtype=torch.float64)

@@ -46,7 +46,7 @@ from verl_like.flat_columns import Blocks, row_sums
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """What a batch is corrected by."""
+    """Importance weights and rejections of a batch, with the sums behind their metrics."""
 
     weights_BR: Tensor | None  # float64, 0 outside the mask; None: no importance weights
     keep_BR: Tensor  # bool: sampled tokens that were not rejected
@@ -55,7 +55,7 @@ class Correction:
 
 
 def correct(gap: Gap, correction: RolloutCorrectionConfig, *, weighted: bool = True) -> Correction:
-    """Weights and rejections of these rows. `weighted=False` leaves the weights out, whatever rollout_is says.
+    """Compute weights and rejections of these rows. `weighted=False` leaves the weights out, whatever rollout_is says.
 
     A token whose rollout log-prob is unknown cannot be corrected: it is rejected, and its whole row with it where a
     weight or a rejection is one of the row. Everything is computed in float64 with log ratios clamped to +-20.
@@ -113,7 +113,7 @@ def segment_mean(values_BR: Tensor, mask_BR: Tensor) -> Tensor:
 
 
 def bounded(weights_BR: Tensor, bounds: Bounds) -> Tensor:
-    """Truncated at the cap, or, with a lower bound too, 0 outside both (IcePop)."""
+    """Truncate the weights at the cap; with a lower bound too, set those outside both bounds to 0 (IcePop)."""
     if bounds.high is None:
         return weights_BR
     if bounds.low is None:
@@ -123,7 +123,10 @@ def bounded(weights_BR: Tensor, bounds: Bounds) -> Tensor:
 
 
 def mean_weight(weights_BR: Tensor, gap: Gap, level: str) -> Tensor:
-    """Over tokens for token weights, else over rows (an episode's are one) of the row's mean; 0 where there is none."""
+    """Mean of the weights over tokens (level token), else over rows of the row's mean; 0 where there is none.
+
+    The rows of one episode count once.
+    """
     if level == "token":
         return masked_mean(weights_BR, gap.mask_BR)
     counted_B = gap.counted(gap.mask_BR.any(dim=1))
@@ -131,8 +134,10 @@ def mean_weight(weights_BR: Tensor, gap: Gap, level: str) -> Tensor:
 
 
 def weight_of_row(weights_BR: Tensor, mask_BR: Tensor) -> Tensor:
-    """Geometric mean of each row's weights [B, 1]; a weight of 0 counts as 1e-10, as in verl, so that one token outside
-    the bounds does not silence its whole row. 1 for an empty row."""
+    """Geometric mean of each row's weights [B, 1]; 1 for an empty row.
+
+    A weight of 0 counts as 1e-10, as in verl, so that one token outside the bounds does not silence its whole row.
+    """
     return masked_mean(weights_BR.clamp(min=SMALLEST_WEIGHT).log(), mask_BR, dim=1).exp()[:, None]
 
 
@@ -216,7 +221,7 @@ def rejection_statistic(gap: Gap, rejection: Rejection) -> Tensor:
 
 
 def token_statistic(gap: Gap, statistic: str) -> Tensor:
-    """With lr = log p - log q: k1 = -lr, k2 = lr^2 / 2, k3 = exp(lr) - 1 - lr, diff = p - q."""
+    """Statistic of each token; lr = log p - log q, k1 = -lr, k2 = lr^2 / 2, k3 = exp(lr) - 1 - lr, diff = p - q."""
     ratio_log_BR = gap.log_ratio_BR.clamp(-LOG_LIMIT, LOG_LIMIT)
     if statistic == "k1":
         return -ratio_log_BR
@@ -228,7 +233,7 @@ def token_statistic(gap: Gap, statistic: str) -> Tensor:
 
 
 def within(statistic_BR: Tensor, rejection: Rejection) -> Tensor:
-    """Inside the bounds."""
+    """True where the statistic lies inside the rejection's bounds: bool [B, R]."""
     low, high = statistic_bounds(rejection)
     return (statistic_BR >= low) & (statistic_BR <= high)
 
@@ -276,7 +281,7 @@ def _count_option(rejection: Rejection, statistic_BR: Tensor, passed_BR: Tensor,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriverCorrection:
-    """What the driver found out, and what it leaves to the update."""
+    """Corrections that the driver made, and the columns that it leaves to the update."""
 
     mask_T: Tensor  # bool: sampled tokens to train on
     weights_T: Tensor | None = None  # float32: constants on the policy loss
@@ -287,7 +292,7 @@ class DriverCorrection:
 def correct_on_driver(
     correction: RolloutCorrectionConfig, actor: ActorConfig, rollouts: Rollouts, evaluated: Evaluated
 ) -> DriverCorrection:
-    """Measure and correct where the old log-probs are the trainer's and here; otherwise leave it to the update.
+    """Measure and correct where the driver has the trainer's old log-probs; otherwise leave it to the update.
 
     Raises ValueError without rollout log-probs to correct by, and when every token is rejected: a run that trains on
     nothing must not look like one that trains.

@@ -49,15 +49,24 @@ def make_experience(
     reward_B: Tensor | None = None,
     seed: int = 0,
 ) -> tuple[Experience, dict[str, float]]:
-    """Rewards, advantages and corrections of a batch of responses, and metrics under verl's names.
+    """Turn a batch of responses into an update's columns (rewards, advantages, corrections), and metrics.
 
     Rows whose reward failed (valid_B false) or lacks a value (`complete`), and rows in which the policy sampled no
     token, are left out before any statistic, and counted; the rest keeps its order. Tokens that
     algorithm.rollout_correction rejects earn credit like all others, then leave response_mask; rows without a token
-    left stay, so that N_seq does not depend on them.
-    `kl_coef` is the coefficient before this step's update. `reward_B` (`shape_rewards`) takes the place of the scores;
-    `seed` draws the rows of PF-PPO. Without `evaluated.old_log_probs_T` the update takes its own log-probs as
-    the old ones (detach).
+    left stay, so that N_seq does not depend on them. Without `evaluated.old_log_probs_T` the update takes its own
+    log-probs, detached, as the old ones. Metrics have verl's names.
+
+    Args:
+        algorithm: estimator, KL penalty, shaping and corrections.
+        actor: options of the policy's update, such as its sample weights.
+        rollouts: prompts and responses.
+        scores: reward of each row.
+        evaluated: log-probs and values of the trainer's models.
+        kl_coef: coefficient of the KL penalty before this step's update.
+        reward_B: shaped rewards (`shape_rewards`), which take the place of the scores.
+        seed: draws the rows of PF-PPO.
+
     Raises ValueError when no row is left, a score is not finite, or something the configuration needs is missing.
     """
     scores = complete(scores, rollouts.rows, algorithm, actor=actor)
@@ -109,7 +118,7 @@ def make_experience(
 
 
 def drawn_episodes(experience: Experience, drawn_E: Tensor) -> Experience:
-    """All rows of the episodes at these positions; one that was drawn twice counts as two."""
+    """Collect all rows of the episodes at these positions; an episode that was drawn twice counts as two."""
     rows = Episodes.of(experience).rows()
     drawn = [rows[position] for position in drawn_E.tolist()]
     chosen = experience.select(torch.cat(drawn))
@@ -128,7 +137,7 @@ def put_together(
     advantages_T: Tensor,
     returns_T: Tensor,
 ) -> Experience:
-    """The columns of an update; tokens that are not trained on have advantage 0 and are not in the mask."""
+    """Assemble the columns of an update; tokens that are not trained on have advantage 0 and are not in the mask."""
     trained_T = corrected.mask_T
     if scores.trained_B is not None and not scores.trained_B.all():
         trained_T = trained_T & on_rows(scores.trained_B, rollouts.response_length_B)
@@ -158,7 +167,10 @@ def put_together(
 
 
 def trainable_rows(rollouts: Rollouts, scores: Scores) -> tuple[Tensor, dict[str, float]]:
-    """Which rows to train on (bool [B]), and how many were left out for which reason (an episode's reward once)."""
+    """Select the rows to train on (bool [B]), and count those left out by reason (an episode's reward once).
+
+    Raises ValueError, with the first failure, when no row is left.
+    """
     kept_B, episodes = trainable_B(rollouts, scores), Episodes.of(rollouts)
     valid_E = episodes.join(scores).valid_B
     num_failed, num_empty = int((~valid_E).sum()), int((episodes.of_rows(valid_E) & ~kept_B).sum())

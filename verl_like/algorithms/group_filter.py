@@ -1,4 +1,4 @@
-"""Which prompt groups can teach something: algorithm.filter_groups (dynamic sampling, DAPO, arXiv 2503.14476, 3.2)."""
+"""Filter of prompt groups without a signal: algorithm.filter_groups (dynamic sampling, DAPO, arXiv 2503.14476, 3.2)."""
 
 from __future__ import annotations
 

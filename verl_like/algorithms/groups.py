@@ -1,5 +1,6 @@
-"""Statistics per prompt group. Groups are integer ids in any order: rows of a group need not be neighbours. A row is a
-whole episode here: callers join those of several rows first (`batch.Episodes`).
+"""Statistics per prompt group. Groups are integer ids in any order: rows of a group need not be neighbours.
+
+A row is a whole episode here: callers join those of several rows first (`batch.Episodes`).
 
 Sums run in float64: group sizes are small, so a group of equal rewards has exactly its reward as mean and 0 as
 deviation, and the result does not depend on the order of rows.
@@ -15,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupStatistics:
-    """Per group (axis G, in order of id) and, with `row_group_B`, per row."""
+    """Statistics per group (axis G, in order of id) and, with `row_group_B`, per row."""
 
     row_group_B: Tensor  # int64: which of the G groups each row is in
     size_G: Tensor  # int64
@@ -44,7 +45,7 @@ def group_statistics(values_B: Tensor, group_B: Tensor) -> GroupStatistics:
 
 
 def signal_metrics(values_B: Tensor, group_B: Tensor) -> dict[str, float]:
-    """How many groups can teach a group-relative estimator anything.
+    """Measure how many groups can teach a group-relative estimator anything.
 
     critic/group_zero_std_fraction: share of groups of two or more whose rewards are all equal (advantage 0).
     critic/group_singleton_fraction: share of groups with one row only (advantage 0 as well).

@@ -76,14 +76,14 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
 
 
 def mean_sequence_kl(kl_T: Tensor, mask_T: Tensor, length_B: Tensor) -> float:
-    """Mean over sequences of the mean over their tokens: what the adaptive controller compares with target_kl."""
+    """Mean over sequences of the mean KL over their tokens, which the adaptive controller compares with target_kl."""
     counts_B = row_sums(mask_T, length_B).clamp(min=1)
     return (row_sums(masked_fill_zero(kl_T, mask_T), length_B) / counts_B).mean().item() if len(length_B) else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KLController:
-    """Coefficient of the KL penalty in the reward. A value: `update` returns the next one.
+    """Coefficient of the KL penalty in the reward, an immutable value: `update` returns the next one.
 
     fixed: constant. adaptive: coef *= 1 + clip(kl / target_kl - 1, -0.2, 0.2) * num_sequences / horizon, once a step
     (Ziegler et al. 2019, arXiv 1909.08593, section 2.2).
@@ -105,9 +105,12 @@ class KLController:
         return dataclasses.replace(self, coef=self.coef * (1 + error * num_sequences / self.config.horizon))
 
     def state_dict(self) -> dict[str, float]:
-        """For the checkpoint."""
+        """Return the coefficient for the checkpoint."""
         return {"kl_coef": self.coef}
 
     def load_state_dict(self, state: dict[str, float]) -> KLController:
-        """The controller as it was saved. A fixed coefficient is the configuration's, so that a user may change it."""
+        """Return the controller that `state` describes.
+
+        A fixed coefficient is the configuration's, so that a user may change it.
+        """
         return self if self.config.type is KLControlType.fixed else dataclasses.replace(self, coef=state["kl_coef"])

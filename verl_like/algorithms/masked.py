@@ -28,9 +28,9 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 
 def share_of_episode(mask_BR: Tensor, episode_tokens_B: Tensor | None) -> Tensor:
-    """Each row's share of its episode's sampled tokens, float64 [B]: with it as weight an episode counts once.
+    """Share of each row in its episode's sampled tokens, float64 [B]; used as a weight, it makes an episode count once.
 
-    None: every row is an episode, and its share 1.
+    `episode_tokens_B` None means that every row is an episode, with share 1.
     """
     if episode_tokens_B is None:
         return torch.ones(len(mask_BR), dtype=torch.float64, device=mask_BR.device)
@@ -43,7 +43,7 @@ def masked_var(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def _variance(values: Tensor, mask: Tensor, mean: Tensor) -> Tensor:
-    """About this mean, in its precision."""
+    """Unbiased variance about the given mean, in the mean's precision."""
     squares = torch.zeros_like(mean)
     for rows in _blocks(values):
         squares = squares + masked_sum((values[rows].to(mean.dtype) - mean) ** 2, mask[rows])
@@ -51,13 +51,13 @@ def _variance(values: Tensor, mask: Tensor, mean: Tensor) -> Tensor:
 
 
 def _blocks(values: Tensor) -> Iterator[slice]:
-    """Pieces of the first axis, small enough that what is computed of them in between is."""
+    """Cut the first axis into pieces, small enough that temporaries computed from one piece are small too."""
     size = max(1, _BLOCK // max(1, values[:1].numel()))
     return (slice(start, start + size) for start in range(0, len(values), size))
 
 
 def token_spread(values: Tensor, mask: Tensor) -> tuple[float, float, float]:
-    """Mean, largest and smallest of the true entries; the mean in float64. ValueError where there is none."""
+    """Mean, largest and smallest of the true entries; the mean in float64. Raises ValueError where there is none."""
     total, count = 0.0, 0
     most, least = (values.new_full((), float(limit)) for limit in ("-inf", "inf"))
     for rows in _blocks(values):

@@ -1,4 +1,4 @@
-"""Which rows share an optimizer step (pure): cut first, balance between ranks afterwards."""
+"""Cut of a batch's rows into mini-batches, one for each optimizer step (pure). Ranks are balanced afterwards."""
 
 from __future__ import annotations
 
@@ -20,12 +20,20 @@ def cut_minibatches(
     seed: int = 0,
     epoch: int = 0,
 ) -> list[Tensor]:
-    """Row positions (int64) of each mini-batch: whole prompt groups, in the order in which they were drawn.
+    """Cut rows into mini-batches of whole prompt groups, and return the row positions (int64) of each.
 
-    Give exactly one of `num_mini_batches` (groups divided evenly, the last one takes the remainder; never more
-    mini-batches than groups) and `prompts_per_mini_batch` (the last one takes what is left). Groups need not have equal
-    sizes, and their rows need not be neighbours; an episode is in one group, so that its rows share an optimizer step.
-    `shuffle` draws another order of groups for each (seed, epoch).
+    Positions come in the order in which they were drawn. Groups need not have equal sizes, and their rows need not be
+    neighbours; an episode is in one group, so that its rows share an optimizer step. Give exactly one of
+    `num_mini_batches` and `prompts_per_mini_batch`.
+
+    Args:
+        group_B: prompt group of each row.
+        num_mini_batches: divide the groups evenly; the last mini-batch takes the remainder, and there are never more
+            mini-batches than groups.
+        prompts_per_mini_batch: groups in each; the last mini-batch takes what is left.
+        shuffle: draw another order of groups for each (seed, epoch).
+        seed: seed of that order.
+        epoch: number of the pass over the rows.
     """
     if (num_mini_batches is None) == (prompts_per_mini_batch is None):
         raise ValueError("give exactly one of num_mini_batches and prompts_per_mini_batch")
@@ -43,7 +51,7 @@ def cut_minibatches(
 
 
 def denominators_of(rows: Experience, max_response_length: int) -> Denominators:
-    """What the losses of the mini-batch made of these rows are divided by, on every rank."""
+    """Count the denominators of the losses of one mini-batch, the same on every rank."""
     return Denominators(
         num_tokens=int(rows.response_mask_T.sum()),
         num_sequences=len(Episodes.of(rows)),
@@ -52,7 +60,7 @@ def denominators_of(rows: Experience, max_response_length: int) -> Denominators:
 
 
 def count_episode_tokens(rows: Experience) -> Experience:
-    """The rows with episode_tokens_B, counted over the mini-batch: before its rows part to micro-batches and ranks."""
+    """Add episode_tokens_B to the rows of a mini-batch, before they part to micro-batches and ranks."""
     if rows.episode_B is None:
         return rows
     episodes = Episodes.of(rows)
@@ -69,7 +77,7 @@ def _rows_by_group(group_B: Tensor) -> list[list[int]]:
 
 
 def _bounds(num_groups: int, num_mini_batches: int | None, prompts_per_mini_batch: int | None) -> list[int]:
-    """Where mini-batches begin and end, counted in groups."""
+    """Bounds of the mini-batches, counted in groups."""
     if num_mini_batches is not None:
         size = max(num_groups // num_mini_batches, 1)
         return [*range(0, min(num_mini_batches, num_groups) * size, size), num_groups]

@@ -1,4 +1,4 @@
-"""How far the trainer's probabilities of sampled tokens are from the rollout engine's: metrics under verl's names.
+"""Mismatch of the trainer's and the rollout engine's probabilities of sampled tokens: metrics under verl's names.
 
 Everything is kept as sums and maxima until the end (`Tally`), so that micro-batches and ranks add up and no cut changes
 a number: the driver counts the whole batch at once, the engines count micro-batches, and `finish` turns either into
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tally:
-    """Scalars (float64 tensors) that add up, and such of which the largest counts, over parts of a batch.
+    """Sums and maxima over parts of a batch, scalars in float64: sums add up, of maxima the largest counts.
 
     A maximum over nothing is -inf; a minimum is kept as the maximum of the negative values.
     """
@@ -38,11 +38,11 @@ class Tally:
     maxima: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
     def joined(self, other: Tally) -> Tally:
-        """Both, which count different things."""
+        """Join two tallies that count different things."""
         return Tally(sums=self.sums | other.sums, maxima=self.maxima | other.maxima)
 
     def added(self, other: Tally) -> Tally:
-        """Both, which count the same things in different rows."""
+        """Add two tallies that count the same things in different rows."""
         if not self.sums and not self.maxima:
             return other
         return Tally(
@@ -51,7 +51,7 @@ class Tally:
         )
 
     def numbers(self) -> dict[str, float]:
-        """As plain numbers under the names that `finish` expects; maxima over nothing are left out."""
+        """Return plain numbers under the names that `finish` expects; maxima over nothing are left out."""
         scalars = [*self.sums.values(), *self.maxima.values()]
         values = torch.stack(scalars).tolist() if scalars else []
         named = zip([*self.sums, *self.maxima], values, strict=True)
@@ -60,7 +60,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """The two engines' log-probs of the same tokens; float64, without gradients, 0 outside the mask."""
+    """Log-probs of the same tokens by the two engines; float64, without gradients, 0 outside the mask."""
 
     policy_BR: Tensor  # log p
     rollout_BR: Tensor  # log q
@@ -70,7 +70,7 @@ class Gap:
     share_B: Tensor  # the row's share of its episode's sampled tokens: what it adds to a count of rows
 
     def counted(self, rows_B: Tensor) -> Tensor:
-        """float64 [B]: what each of these rows (bool) adds to a count in which an episode's rows are one."""
+        """Amount that each of these rows (bool) adds to a count in which an episode's rows are one: float64 [B]."""
         return rows_B * self.share_B
 
 
@@ -122,14 +122,19 @@ def count_rows(name: str, value_B: Tensor, rows_B: Tensor, gap: Gap) -> Tally:
 
 
 def without_gap(metrics: Mapping[str, T]) -> dict[str, T]:
-    """Metrics of an update after a step's first: the policy has moved, so its distance from the rollout engine is no
-    longer that of the two engines."""
+    """Drop the mismatch from the metrics of an update after a step's first.
+
+    The policy has moved by then, so its distance from the rollout engine is no longer that of the two engines.
+    """
     return {name: value for name, value in metrics.items() if not name.startswith(PREFIX + GAP)}
 
 
 def _token_sums(gap: Gap) -> Tally:
-    """Outside the mask log-probs are 0, and so are differences. Ratios are 1 there, as they about are inside, and are
-    taken off again; that would lose digits of probabilities, which may be tiny."""
+    """Sum the token statistics of a gap.
+
+    Outside the mask log-probs are 0, and so are differences. Ratios are 1 there, as they about are inside, and are
+    taken off again; that would lose digits of probabilities, which may be tiny.
+    """
     mask, lr_abs = gap.mask_BR, gap.log_ratio_BR.abs()
     p, q = masked_fill_zero(gap.policy_BR.exp(), mask), masked_fill_zero(gap.rollout_BR.exp(), mask)
     ratio_log = gap.log_ratio_BR.clamp(-LOG_LIMIT, LOG_LIMIT)
@@ -230,7 +235,7 @@ def _correlation(tally: Mapping[str, float], n: float) -> dict[str, float]:
 
 
 def _weight_metrics(tally: Mapping[str, float]) -> dict[str, float]:
-    """Of the importance weights that were applied; what `count_weights` judges by raw weights says so there."""
+    """Metrics of the importance weights that were applied; `count_weights` says which ones it judges by raw weights."""
     n, applied, squares = tally["weight_tokens"], tally["weight"], tally["weight_squared"]
     units, rows = tally["weight_units"], tally["num_rows/weight"]
     values = {
@@ -282,7 +287,10 @@ def _rejection_metrics(tally: Mapping[str, float]) -> dict[str, float]:
 
 
 def _option_metrics(tally: Mapping[str, float], option: str) -> dict[str, float]:
-    """Of one rejection: its statistic over tokens (std: of values cut to the bounds) and rows, and what it takes."""
+    """Metrics of one rejection: statistic over tokens and rows, and the shares that are rejected.
+
+    The standard deviation is that of values cut to the bounds.
+    """
     n, units, rows = tally[f"{option}/tokens"], tally[f"{option}/units"], tally[f"num_rows/{option}"]
     if n == 0:
         return {}

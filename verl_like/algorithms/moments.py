@@ -11,7 +11,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningMoments:
-    """A value: `update` returns the next one. Parallel variance (Chan, Golub and LeVeque 1979), in float64."""
+    """Running count, mean and variance, an immutable value: `update` returns the next one.
+
+    Parallel variance (Chan, Golub and LeVeque 1979), in float64.
+    """
 
     count: int = 0
     mean: float = 0.0
@@ -39,5 +42,5 @@ class RunningMoments:
 
     @classmethod
     def from_state_dict(cls, state: dict[str, float]) -> RunningMoments:
-        """What `state_dict` gave."""
+        """Restore the moments from the numbers that `state_dict` gave."""
         return cls(count=int(state["count"]), mean=state["mean"], var=state["var"])

@@ -36,7 +36,13 @@ class PolicyObjective:
     def __init__(
         self, actor: ActorConfig, correction: RolloutCorrectionConfig | None = None, *, two_policies: bool = False
     ) -> None:
-        """`two_policies`: old log-probs are the rollout engine's (bypass mode), see algorithms/corrections.py."""
+        """Look up the losses of the actor's configuration.
+
+        Args:
+            actor: loss, aggregation, coefficients.
+            correction: algorithm.rollout_correction; None corrects nothing.
+            two_policies: old log-probs are the rollout engine's (bypass mode), see algorithms/corrections.py.
+        """
         self.actor = actor
         self.correction = RolloutCorrectionConfig() if correction is None else correction
         reinforce = two_policies and self.correction.loss_type == "reinforce"
@@ -53,7 +59,7 @@ class PolicyObjective:
             KL_ESTIMATORS.lookup(actor.kl_loss_type)
 
     def without_gradient(self, experience: Experience) -> Tensor | None:
-        """bool [B]: rows that no term of this objective can learn from, because all their advantages are 0.
+        """Rows that no term of this objective can learn from, because all their advantages are 0: bool [B].
 
         None where another term always has a gradient (entropy, KL, imitation, or one of the loss's own).
         """
@@ -99,7 +105,7 @@ class PolicyObjective:
     def _correction(
         self, log_probs_BR: Tensor, experience: Experience
     ) -> tuple[Tensor | None, dict[str, Tensor], dict[str, Tensor]]:
-        """What the policy loss is multiplied by, and the mismatch as (sums, maxima) for `mismatch.finish`.
+        """Factors of the policy loss [B, R] (None: 1), and the mismatch as (sums, maxima) for `mismatch.finish`.
 
         The driver's weights where it made them; else the weights and rejections of this update, as zeros and weights,
         so that a rejected token stays in the denominators.
@@ -127,7 +133,7 @@ class PolicyObjective:
     def _aggregate(
         self, loss_BR: Tensor, mask_BR: Tensor, experience: Experience, denominators: Denominators, mode: str = ""
     ) -> Tensor:
-        """mode: that of the other terms than the policy loss where none is given."""
+        """Aggregate a loss per token by `mode`; the default is the mode of all terms but the policy loss."""
         scale, tokens_B = self.actor.loss_scale_factor, experience.episode_tokens_B
         return aggregate(loss_BR, mask_BR, mode or self.side_aggregation, denominators, scale, tokens_B)
 
@@ -172,7 +178,10 @@ class PolicyObjective:
 
 
 def policy_batch(log_probs_BR: Tensor, experience: Experience) -> PolicyBatch:
-    """What a policy loss sees. Without old log-probs the update's own, detached, take their place: ratios are 1."""
+    """Select the columns that a policy loss sees.
+
+    Without old log-probs the update's own, detached, take their place: ratios are 1.
+    """
     old_BR = experience.old_log_probs_BR
     return PolicyBatch(
         log_probs_BR=log_probs_BR,
@@ -213,13 +222,13 @@ class ValueObjective:
 
 
 def token_means(token_loss: TokenLoss, mask_BR: Tensor, denominators: Denominators) -> dict[str, Tensor]:
-    """This micro-batch's share of each metric's mean over the mini-batch's tokens."""
+    """Share of this micro-batch in each metric's mean over the mini-batch's tokens."""
     count = max(denominators.num_tokens, 1)
     return {name: masked_sum(value.float(), mask_BR) / count for name, value in token_loss.metrics_BR.items()}
 
 
 def as_metrics(sums: dict[str, Tensor], maxima: dict[str, Tensor] | None = None) -> dict[str, Metric]:
-    """Scalars on a device as metrics, fetched in one transfer. A maximum over nothing (-inf) is left out."""
+    """Convert scalars on a device to metrics, in one transfer. A maximum over nothing (-inf) is left out."""
     maxima = maxima or {}
     scalars = [value.detach().double() for value in [*sums.values(), *maxima.values()]]
     numbers = torch.stack(scalars).tolist()

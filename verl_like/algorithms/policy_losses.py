@@ -1,4 +1,4 @@
-"""Policy losses: what each sampled token contributes. One function each, chosen by actor.policy_loss.loss_mode.
+"""Policy losses: the contribution of each sampled token. One function each, chosen by actor.policy_loss.loss_mode.
 
 To add one: write `f(batch, actor) -> TokenLoss` under `@register_policy_loss("name")` in the file of its family
 (losses/clipped.py, weighted.py, regularized.py); CONTRIBUTING.md has all steps. For a run of one's own

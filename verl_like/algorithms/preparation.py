@@ -1,4 +1,4 @@
-"""What the actor's options do to whole batches before they are cut up and sent to the ranks. Pure, on the driver.
+"""Preparation of whole batches by the actor's options, before they are cut and sent to the ranks. Pure, on the driver.
 
 Everything here is a statistic of, or a choice among, the rows of a rollout batch or of a mini-batch: micro-batches and
 ranks are cut afterwards and cannot change it.
@@ -24,7 +24,7 @@ LENGTH_EPS = 1e-8  # rows of one length all get weight 1.5, which normalisation 
 
 
 def prepare_batch(experience: Experience, actor: ActorConfig) -> Experience:
-    """Sample weights whose scope is the rollout batch. Rows that mask_truncated will leave out have none."""
+    """Add the sample weights whose scope is the rollout batch. Rows that mask_truncated will leave out have none."""
     if actor.sample_weight.scope != "batch":
         return experience
     trained_B = ~_left_out(experience, actor)
@@ -35,7 +35,7 @@ def prepare_batch(experience: Experience, actor: ActorConfig) -> Experience:
 
 
 def prepare_minibatch(rows: Experience, actor: ActorConfig, seed: Seed) -> Experience:
-    """The rows of one optimizer step: truncated ones left out, weights of scope mini_batch, selected tokens.
+    """Prepare the rows of one optimizer step: leave out truncated ones, add weights of scope mini_batch, select tokens.
 
     No row may be left. `seed` must differ between mini-batches and not depend on ranks.
     """
@@ -47,7 +47,7 @@ def prepare_minibatch(rows: Experience, actor: ActorConfig, seed: Seed) -> Exper
 
 
 def _left_out(rows: Experience, actor: ActorConfig) -> Tensor:
-    """bool [B]: rows that the update must not see."""
+    """True for the rows that the update must not see: bool [B]."""
     if not actor.mask_truncated:
         return rows.response_mask_T.new_zeros(len(rows))
     if rows.truncated_B is None:
@@ -94,7 +94,7 @@ def sample_weights(rows: Experience, options: SampleWeightConfig) -> Tensor | No
 
 
 def select_tokens(rows: Experience, actor: ActorConfig, seed: Seed) -> Tensor | None:
-    """bool [T], true where the loss acts on the token; None for losses that select nothing.
+    """Select the tokens on which the loss acts, bool [T]; None for losses that select nothing.
 
     The same rows in the same order with the same seed give the same tokens.
     """
@@ -137,5 +137,5 @@ def _kl_cov(covariance_N: Tensor, actor: ActorConfig, seed: Seed) -> Tensor:
 
 
 def _quota(share: float, num_tokens: int) -> int:
-    """At least one token, unless the share is 0."""
+    """Number of tokens in the share: at least one, unless the share is 0."""
     return max(int(share * num_tokens), 1) if share > 0 else 0

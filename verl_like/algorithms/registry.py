@@ -48,7 +48,10 @@ class Registry(Generic[T]):
         return add
 
     def lookup(self, name: str) -> T:
-        """The entry called `name`, or the code that it refers to; ValueError with the known names otherwise."""
+        """Return the entry called `name`, or the code that it refers to.
+
+        Raises ValueError, with the known names, where there is neither.
+        """
         if name in self._entries:
             return self._entries[name]
         if self._arguments and is_reference(name):
@@ -65,5 +68,5 @@ class Registry(Generic[T]):
         return self._entry_of(found)
 
     def names(self) -> list[str]:
-        """All names, sorted."""
+        """Names of all entries, sorted."""
         return sorted(self._entries)

@@ -1,4 +1,4 @@
-"""From what the reward function gave to the reward that advantages are computed from, and what is done to advantages.
+"""Shaping of rewards, from the reward function's to those that advantages are computed from, and shaping of advantages.
 
 Order, each step off by default (docs/algorithms.md has the picture):
   per response   length reward -> overlong buffer -> reward_norm or agent_reward_norm -> reward_clip
@@ -36,7 +36,7 @@ NORM_EPS = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapedRewards:
-    """What `shape_rewards` returns."""
+    """Result of `shape_rewards`."""
 
     reward_B: Tensor  # float32: reward of each response; NaN where the row cannot be trained on
     moments: RunningMoments  # including this batch
@@ -59,7 +59,7 @@ def shape_rewards(
     moments: RunningMoments,
     max_response_length: int,
 ) -> ShapedRewards:
-    """The per-response part of the order above: rewards [B], the running moments after this batch, and metrics.
+    """Run the per-response part of the order above: rewards [B], the running moments after this batch, and metrics.
 
     `moments` are those before this step; they move only where a scope is "running". Rows that cannot be trained on are
     in no statistic, nor those that lack a value which the configuration reads.
@@ -111,7 +111,7 @@ def response_rewards(
 ) -> tuple[Tensor, dict[str, float]]:
     """Score plus length reward plus overlong punishment of each row (float64 [B]), and metrics. Row by row.
 
-    Of joined episodes, where there are such: lengths are then those of the episode's responses together.
+    Where there are joined episodes, lengths are those of the episode's responses together.
     """
     rewards, metrics = scores.score_B.double(), {}
     if reward_model.length_reward.enable:
@@ -213,7 +213,8 @@ def _statistics(scope: str, rewards_B: Tensor, group_B: Tensor, moments: Running
 
 
 def agent_norm(rewards_B: Tensor, group_B: Tensor, config: AgentRewardNormConfig) -> Tensor:
-    """algorithm.agent_reward_norm over the groups given (RAGEN, arXiv 2504.20073; ROLL's agentic pipeline).
+    """Normalise rewards over the groups given, by algorithm.agent_reward_norm (RAGEN, arXiv 2504.20073; ROLL's agentic
+    pipeline).
 
     mean: x - mean. mean_std: (x - mean) / (std + 1e-6), 0 in a group of one or without spread. asym_clip: mean_std,
     then clipped to [clip[0], clip[1]].
@@ -254,7 +255,7 @@ def _column_value(row: PromptRow, column: str) -> str:
 def clip(
     values: Tensor, bound: float | None, metric: str, mask: Tensor | None = None
 ) -> tuple[Tensor, dict[str, float]]:
-    """Values within +-bound, and the share of them (where `mask`) that lay outside. No bound, or 0: nothing."""
+    """Clip values to +-bound, and measure the share (of `mask`) that lay outside. No bound, or 0: no change."""
     if not bound:
         return values, {}
     outside = values.abs() > bound
@@ -266,7 +267,7 @@ def clip(
 def shape_token_rewards(
     algorithm: AlgorithmConfig, token_rewards_T: Tensor, mask_T: Tensor
 ) -> tuple[Tensor, dict[str, float]]:
-    """token_reward_clip, then whiten_rewards: what estimators see as reward of each token, and metrics."""
+    """Apply token_reward_clip, then whiten_rewards: the reward of each token as estimators see it, and metrics."""
     rewards_T, metrics = clip(token_rewards_T, algorithm.token_reward_clip, "critic/token_reward_clip_frac", mask_T)
     return (masked_whiten(rewards_T, mask_T) if algorithm.whiten_rewards else rewards_T), metrics
 
@@ -274,7 +275,7 @@ def shape_token_rewards(
 def shape_advantages(
     algorithm: AlgorithmConfig, advantages_T: Tensor, mask_T: Tensor
 ) -> tuple[Tensor, dict[str, float]]:
-    """whiten_advantages, then advantage_clip; 0 outside the mask."""
+    """Apply whiten_advantages, then advantage_clip; 0 outside the mask."""
     if algorithm.whiten_advantages:
         advantages_T = masked_whiten(advantages_T, mask_T)
     clipped_T, metrics = clip(advantages_T, algorithm.advantage_clip, "critic/advantage_clip_frac", mask_T)
@@ -285,7 +286,7 @@ def shape_advantages(
 
 
 def pf_ppo_weights(score_B: Tensor, config: PFPPOConfig) -> Tensor:
-    """How likely each row is to be drawn, not normalised: float64 [B], positive (PF-PPO, arXiv 2409.06957; verl)."""
+    """Weight with which each row is drawn, not normalised: float64 [B], positive (PF-PPO, arXiv 2409.06957; verl)."""
     score_B = score_B.double()
     if config.reweight_method == "pow":
         weight_B = score_B.abs() ** config.weight_pow

@@ -31,7 +31,7 @@ class Turns:
     present_BK: Tensor  # bool
 
     def of_tokens(self, values_BK: Tensor) -> Tensor:
-        """The value of its turn on every sampled token, 0 elsewhere: [B, R]."""
+        """Spread the value of each turn over its sampled tokens, 0 elsewhere: [B, R]."""
         return masked_fill_zero(values_BK.gather(1, self.step_BR), self.mask_BR)
 
     def sums(self, values_BR: Tensor) -> Tensor:
@@ -40,14 +40,14 @@ class Turns:
         return zeros_BK.scatter_add(1, self.step_BR, masked_fill_zero(values_BR, self.mask_BR).double())
 
     def first(self, values_BR: Tensor) -> Tensor:
-        """An int64 token column that is constant within turns, per turn: [B, K], -1 without the turn."""
+        """Value per turn of an int64 token column that is constant within turns: [B, K], -1 without the turn."""
         none_BK = torch.full(self.present_BK.shape, -1, dtype=torch.int64, device=values_BR.device)
         values_BR = torch.where(self.mask_BR, values_BR.long(), torch.full_like(values_BR, -1).long())
         return none_BK.scatter_reduce(1, self.step_BR, values_BR, reduce="amax")
 
 
 def turns_of(step_BR: Tensor, mask_BR: Tensor) -> Turns:
-    """The turns that `step_BR` numbers. ValueError if a sampled token is in none."""
+    """Collect the turns that `step_BR` numbers. Raises ValueError if a sampled token is in none."""
     if (mask_BR & (step_BR < 0)).any():
         rows = (mask_BR & (step_BR < 0)).any(dim=1).nonzero().flatten().tolist()
         raise ValueError(f"rows {rows[:8]} have sampled tokens without a turn (step_BR is -1 there)")
@@ -59,7 +59,7 @@ def turns_of(step_BR: Tensor, mask_BR: Tensor) -> Turns:
 
 
 def check_numbering(estimator: str, rollouts: Rollouts) -> None:
-    """ValueError unless turns are numbered on from row to row of each episode.
+    """Check that turns are numbered on from row to row of each episode; raises ValueError otherwise.
 
     A turn is sampled in one context. A number that comes back in a later row is another turn; taken for the same one
     both would get a wrong return.

@@ -82,7 +82,7 @@ class RewardModelConfig(ConfigNode):
     strategy: Strategy = Strategy.fsdp2
     """Sharding backend."""
     model: RewardNetworkConfig = section(RewardNetworkConfig)
-    """The reward model."""
+    """Reward model."""
     worker_class: str | None = key(None, reference())
     """A class of your own, file.py:Name, that scores texts in the worker processes in place of the built-in one. Null:
     the built-in one."""

@@ -1,4 +1,4 @@
-"""How evenly a mixture of experts spreads the tokens that it is trained on.
+"""Load of a mixture of experts: how evenly it spreads the tokens that it is trained on.
 
 Counted are the tokens that learn, prompts included, once each (not again when checkpointing recomputes a layer), over
 all micro-batches and ranks of a mini-batch. Beside them stand only the filling tokens of Ulysses slices and of ranks
@@ -30,13 +30,16 @@ class ExpertLoad:
 
     @classmethod
     def of(cls, model: nn.Module, num_experts: int, device: torch.device) -> ExpertLoad | None:
-        """None for a dense model, and for one whose experts are not called as transformers' shared ones are."""
+        """Hook a counter to the experts of `model`.
+
+        None for a dense model, and for one whose experts are not called as transformers' shared ones are.
+        """
         layers = [module for module in model.modules() if {"gate_up_proj", "down_proj"} <= module._parameters.keys()]
         return cls(layers, num_experts, device) if layers and num_experts else None
 
     @contextmanager
     def counted(self) -> Iterator[dict[str, Metric]]:
-        """Count what runs inside; the dictionary is filled at the end, over all ranks (collective)."""
+        """Count the tokens of the passes inside; the dictionary is filled at the end, over all ranks (collective)."""
         found: dict[str, Metric] = {}
         self._counts_LE.zero_()
         self._counting = True
@@ -60,9 +63,13 @@ class ExpertLoad:
 
 
 def load_metrics(counts_LE: Tensor) -> dict[str, Metric]:
-    """moe_max_load: the busiest expert's tokens by those of a mean one, in the worst layer (1 is even, experts / top-k
-    the most). moe_load_entropy: entropy of the load by log(experts), mean of the layers. moe_idle_experts: share of all
-    experts that got no token. Nothing where nothing was counted."""
+    """Metrics of the load, from counts by layer and expert; empty where nothing was counted.
+
+    moe_max_load: tokens of the busiest expert by those of a mean one, in the worst layer (1 is even, experts / top-k
+    the most).
+    moe_load_entropy: entropy of the load by log(experts), mean of the layers.
+    moe_idle_experts: share of all experts that got no token.
+    """
     total_L1 = counts_LE.sum(-1, keepdim=True)
     if not bool((total_L1 > 0).all()):
         return {}

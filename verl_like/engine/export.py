@@ -1,4 +1,4 @@
-"""What leaves a training engine: full tensors under Hugging Face names, in the form that the receiver takes."""
+"""Export of weights from a training engine: full tensors under Hugging Face names, in the form for the receiver."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ class WeightExport:
         self._base_names: dict[str, torch.Size] | None = None  # the config does not change, and every sync asks
 
     def stream(self, dtype: torch.dtype, form: WeightForm) -> Iterator[tuple[str, Tensor]]:
-        """See FSDPEngine.export_weights (collective). Adapters are gathered in float32, and cast at the end."""
+        """Yield (name, full tensor) in a form; see FSDPEngine.export_weights (collective).
+
+        Adapters are gathered in float32, and cast at the end.
+        """
         if form == "merged":
             whole = self._full(dtype)
             yield from self._as_stored(whole if self._adapters is None else self._adapters.merged(whole))
@@ -49,7 +52,7 @@ class WeightExport:
             yield name, tensor.to(dtype)
 
     def names(self, form: WeightForm) -> dict[str, torch.Size]:
-        """See FSDPEngine.weight_names."""
+        """Names and shapes of the tensors that `stream` must yield; see FSDPEngine.weight_names."""
         if form == "adapters":
             return self._of_adapters(form).shapes()
         if self._base_names is None:
@@ -58,8 +61,10 @@ class WeightExport:
         return dict(self._base_names) if form == "merged" else self._base_names | self._of_adapters(form).shapes()
 
     def checksums(self, dtype: torch.dtype, form: WeightForm) -> dict[str, int]:
-        """See FSDPEngine.weight_checksums (collective). Nothing here comes from `stream`: each rank casts and adds up
-        its own shards, at places told by the sharding's layout.
+        """Compute the checksums of the tensors that `stream` must yield; see FSDPEngine.weight_checksums (collective).
+
+        Nothing here comes from `stream`: each rank casts and adds up its own shards, at places told by the sharding's
+        layout.
 
         A merged adapter is the exception, since a sum of B A over a slice may differ in its last bit: the three
         matrices are checked against their shards when gathered here, and merged once more.
@@ -83,14 +88,14 @@ class WeightExport:
         return found if form != "merged" or self._adapters is None else self._merged(dtype, found)
 
     def _summed(self, parts: list[list[Tensor]]) -> list[int]:
-        """One number for each list, over all shards."""
+        """Add up each list of checksums over all shards: one number for each list."""
         device = next((p.device for some in parts for p in some), torch.device("cpu"))
         zero = torch.zeros((), dtype=torch.int64, device=device)
         totals = torch.stack([torch.stack([zero, *some]).sum() for some in parts])
         return self._sharding.sum_over_shards(totals).tolist()
 
     def _merged(self, dtype: torch.dtype, found: dict[str, int]) -> dict[str, int]:
-        """`found` with the checksums of adapted weights in place of those of base weights and adapters."""
+        """Return `found` with the checksums of adapted weights in place of those of base weights and adapters."""
         adapters = self._of_adapters("merged")
         adapted, shapes = {f"{name}.weight" for name in adapters.names}, adapters.shapes()
         gathered: dict[str, Tensor] = {}
@@ -109,7 +114,7 @@ class WeightExport:
         return {name: sums.get(name, total) for name, total in found.items() if name not in shapes}
 
     def _cut(self, name: str, shape: torch.Size, part: Slice) -> Iterator[tuple[str, Slice]]:
-        """A slice of a parameter as slices of what is stored of it: each a range of the parameter's rows."""
+        """Cut a slice of a parameter into slices of the tensors stored of it, each a range of the parameter's rows."""
         if name not in self._rows:
             whole = torch.empty(shape, device="meta")
             views = [(stored, as_matrix(view)) for stored, view in self._stored.views(name, whole)]

@@ -6,46 +6,27 @@ import dataclasses
 import hashlib
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from verl_like.batch import Denominators, Experience, Metric, Sequences, merge_metrics
-from verl_like.config.fsdp import resolve_dtype
-from verl_like.engine import microbatch, packing_check, state
-from verl_like.engine.expert_load import ExpertLoad
-from verl_like.engine.export import WeightExport
+from verl_like.engine import microbatch, packing_check
 from verl_like.engine.microbatch import Batch, Objective
-from verl_like.engine.optim import LossScale, Schedule, build_optimizer
+from verl_like.engine.optim import Schedule
 from verl_like.engine.rescue import Rescue
-from verl_like.engine.state import BackgroundWriter, Part
-from verl_like.engine.train_engine import (
-    ENTROPY,
-    FULL_KL,
-    LOG_PROBS,
-    SUM_PI_SQUARED,
-    VALUES,
-    LossFn,
-    WeightChanges,
-    WeightForm,
-)
+from verl_like.engine.sharded_model import ShardedModel
+from verl_like.engine.train_engine import ENTROPY, FULL_KL, LOG_PROBS, SUM_PI_SQUARED, VALUES, LossFn
 from verl_like.flat_columns import take_rows
-from verl_like.heartbeat import advance
-from verl_like.models import blocks, families, loading, lora, packing, tensor_plan
-from verl_like.models.checkpoint_names import CheckpointNames
-from verl_like.models.families import num_experts
+from verl_like.models import loading, packing, tensor_plan
 from verl_like.models.fused_linear import Head, Reference
-from verl_like.models.heads import HF_PREFIX, HIDDEN, PolicyModel, TokenModel, dtype_of
-from verl_like.models.vision import processor_of
+from verl_like.models.heads import HIDDEN, PolicyModel
 from verl_like.parallel import sharding
 from verl_like.parallel.activation_offload import ActivationOffload
 from verl_like.parallel.dist import ProcessInfo
-from verl_like.parallel.fsdp import Sharding
 from verl_like.parallel.ulysses import sequence_group
 
 if TYPE_CHECKING:
@@ -57,15 +38,17 @@ log = logging.getLogger(__name__)
 _OFFERS = {"policy": frozenset({LOG_PROBS, ENTROPY, SUM_PI_SQUARED}), "value": frozenset({VALUES})}
 
 
-class FSDPEngine:
-    """One sharded model: forward passes, optimizer steps, weight export, checkpoints. All methods, and building one,
-    are collective: every rank calls them, in the same order. Rows may differ between ranks and may be none.
+class FSDPEngine(ShardedModel):
+    """Training engine of one sharded model: forward passes, optimizer steps, weight export, checkpoints.
+
+    All methods, and the constructor, are collective: every rank calls them, in the same order. Rows may differ between
+    ranks and may be none.
 
     role: the model, how it is sharded and trained. Without `optim` the engine is forward only, as the reference's; its
-    shards are kept in the compute precision.
+        shards are kept in the compute precision.
     num_schedule_steps: length of the learning-rate schedule, unless `optim.total_training_steps` sets another.
     tokenizer_size: token ids from here on are masked out of the softmax; None keeps the whole vocabulary.
-    changes: how often its weights have changed, on this rank as on all.
+    changes: how often the weights have changed, the same on all ranks.
     """
 
     def __init__(
@@ -77,88 +60,22 @@ class FSDPEngine:
         tokenizer_size: int | None = None,
         seed: int = 1,
     ) -> None:
-        model, fsdp, optim = role.model, role.fsdp, role.optim
-        self.role, self.kind, self.process, self.device = role, role.kind, process, process.device
-        self.packed = loading.uses_packing(model)
-        self.shares_prompts = loading.shares_prompts(model)
-        self.hf_config = loading.load_hf_config(model)
-        loading.check_backend(model, self.hf_config, self.device)
-        loading.check_ulysses(model, self.hf_config, role.ulysses)
-        tensor_plan.check_engine(model, self.hf_config, fsdp, ulysses=role.ulysses)
-        self._vision = processor_of(model, self.hf_config)
-        self.compute_dtype = dtype_of(resolve_dtype(fsdp.dtype, self.device.type))
-        self._adapters: lora.Adapters | None = None
-        self.model = self._build_model(tokenizer_size, seed)
-        loading.replace_functions(self.model.hf, model, self.device, compiled=role.compile_blocks)
-        self._expert_load: ExpertLoad | None = None
-        if optim is not None and self.packed and not role.compile_blocks:  # a count would break compiled layers in two
-            self._expert_load = ExpertLoad.of(self.model, num_experts(self.hf_config), self.device)
-        self.sharding = self._shard()
-        whole = partial(loading.build_meta_model, model, self.hf_config, kind=role.kind)
-        self._export = WeightExport(self.sharding, self._adapters, self._stored, whole)
+        schedule = None if role.optim is None else Schedule(role.optim, num_schedule_steps)
+        super().__init__(role, process, schedule, tokenizer_size, seed)
+        self.shares_prompts = loading.shares_prompts(role.model)
         self._row_group = self.sharding.tensor_group or sequence_group(role.ulysses)  # ranks that share their rows
-        self.optimizer = None if optim is None else build_optimizer(self.sharding.parameters(), optim)
-        self._activations: ActivationOffload | None = None
-        if optim is not None and model.enable_activation_offload and self.device.type == "cuda":
-            self._activations = ActivationOffload(self.device)
-        self.schedule = None if optim is None else Schedule(optim, num_schedule_steps)
-        self.changes = WeightChanges()
+        moves = role.optim is not None and role.model.enable_activation_offload and self.device.type == "cuda"
+        self._activations = ActivationOffload(self.device) if moves else None
         self._seed, self._updates = seed, 0  # updates since the schedule's last step
-        self._rescue = Rescue(self.sharding, alone=self.process.world_size == 1)
-        self._loss_scale = LossScale(self.compute_dtype)
-        self._l2_coeff = 0.0 if optim is None else optim.l2_coeff
+        self._rescue = Rescue(self.sharding, alone=process.world_size == 1)
+        self._l2_coeff = 0.0 if role.optim is None else role.optim.l2_coeff
         self._reference: FSDPEngine | None = None
-        self._params_offloaded = self._optimizer_offloaded = False
-        self._writer: BackgroundWriter | None = None
         if self.packed:
             checked = (self.sharding.root, self.model, self.hf_config, self.device, self.compute_dtype)
             packing_check.check_packing(*checked, self.sharding.tensor_group, self._vision)
             self.sharding.reshard()
-        if fsdp.param_offload:
+        if role.fsdp.param_offload:
             self.offload(params=True, optimizer=False)
-
-    def _build_model(self, tokenizer_size: int | None, seed: int) -> TokenModel:
-        role, config, training = self.role, self.role.model, self.role.optim is not None
-        compute, master = self.compute_dtype, dtype_of(role.fsdp.model_dtype)
-        with_lora = training and config.lora_rank > 0
-        stored = master if training and not with_lora else compute  # a frozen base needs no master copy
-        model = loading.build_token_model(
-            config,
-            self.hf_config,
-            kind=role.kind,
-            dtype=stored,
-            vocab_size=tokenizer_size,
-            seed=seed,
-            empty=self.process.rank != 0,
-        )
-        if training and config.enable_gradient_checkpointing:
-            blocks.enable_checkpointing(model.hf, selective=config.recompute_granularity == "selective")
-        model.requires_grad_(training)
-        tower = families.frozen_tower(model.hf, frozen=role.freeze_vision_tower)
-        self._head_names = model.head_names()
-        self._stored = CheckpointNames(model.hf)
-        if with_lora:
-            self._adapters = lora.attach(model.hf, config, dtype=master, seed=seed, left_out=tower)
-            if config.lora_adapter_path is not None and self.process.rank == 0:  # the others get theirs from there
-                lora.load_adapter(model.hf, config)
-        return model
-
-    def _shard(self) -> Sharding:
-        fsdp = self.role.fsdp
-        layers = loading.sharding_units(self.model, fsdp)
-        if self.role.compile_blocks:
-            blocks.compile_blocks(layers, self.device)
-        precision = fsdp.mixed_precision
-        return Sharding(
-            self.model,
-            layers,
-            fsdp,
-            compute_dtype=self.compute_dtype,
-            reduce_dtype=dtype_of(precision.reduce_dtype),
-            buffer_dtype=None if precision.buffer_dtype is None else dtype_of(precision.buffer_dtype),
-            device=self.device,
-            tensor=tensor_plan.tensor_plan(self.model, self.hf_config, self.role.tensor),
-        )
 
     def attach_reference(self, reference: FSDPEngine) -> None:
         """Offer "full_kl": the KL divergence of this policy from `reference`, whose weights must not change."""
@@ -168,7 +85,10 @@ class FSDPEngine:
 
     @contextmanager
     def _comparison(self, want: frozenset[str]) -> Iterator[Head | None]:
-        """The reference on the device, and its gathered head, while "full_kl" is wanted. LoRA: this model's base."""
+        """Hold the reference on the device, and yield its gathered head, while "full_kl" is wanted.
+
+        LoRA: this model's base.
+        """
         if FULL_KL not in want:
             yield None
             return
@@ -182,7 +102,7 @@ class FSDPEngine:
 
     @torch.no_grad()
     def _gathered_head(self) -> Head:
-        """The whole output head on this rank (collective)."""
+        """Gather the whole output head on this rank (collective)."""
         assert isinstance(self.model, PolicyModel)
         found = dict(self.sharding.full_weights(self.compute_dtype, lambda name: name in self._head_names))
         weight, bias = (found.get(name) for name in self._head_names)
@@ -195,13 +115,18 @@ class FSDPEngine:
     def forward(
         self, batch: Sequences, *, want: frozenset[str], rule: MicroBatchRule, temperature: float = 1.0
     ) -> dict[str, Tensor]:
-        """Per-token outputs without gradients, float32 CPU [T]: one for each response token of the rows.
+        """Compute per-token outputs without gradients: float32 CPU [T], one for each response token of the rows.
 
-        want: "log_probs", "entropy" and "sum_pi_squared" (sum over the vocabulary of squared probabilities) of a
-        policy, under logits / temperature, at response_mask (0 elsewhere);
-        "full_kl" (KL to the attached reference over the whole vocabulary) where one is attached;
-        "values" of a value model inside response_length: entry t predicts the state BEFORE response token t.
-        Raises ValueError for an output this kind of model does not have.
+        Args:
+            batch: this rank's rows; may be none.
+            want: names of outputs. "log_probs", "entropy" and "sum_pi_squared" (sum over the vocabulary of squared
+                probabilities) of a policy, at response_mask (0 elsewhere); "full_kl" (KL to the attached reference over
+                the whole vocabulary) where one is attached; "values" of a value model inside response_length: entry t
+                predicts the state BEFORE response token t.
+            rule: largest size of a micro-batch.
+            temperature: logits are divided by it.
+
+        Raises ValueError for an output that this kind of model does not have.
         """
         self._check_want(want)
         self.sharding.root.eval()
@@ -229,7 +154,7 @@ class FSDPEngine:
         return {name: take_rows(values_T, length_B[order], back) for name, values_T in joined.items()}
 
     def _gathers_alone(self, other: Head | None) -> bool:
-        """Whether a forward pass talks to other ranks in FSDP's gathers only."""
+        """True where FSDP's gathers are the only messages that a forward pass exchanges with other ranks."""
         return self._row_group is None and other is None and self._vision is None  # ranks count parts of the tower
 
     def _cut(self, batch: Batch, rule: MicroBatchRule) -> list[tuple[list[int], Batch] | None]:
@@ -238,9 +163,13 @@ class FSDPEngine:
     def _answers(
         self, rows: Sequences | None, want: frozenset[str], temperature: float, other: Head | None = None
     ) -> dict[str, Tensor]:
-        """Outputs [T] of one micro-batch's response tokens; a placeholder's when this rank has no rows left.
+        """Compute the outputs [T] of one micro-batch's response tokens (collective).
 
-        Collective. `other`: the reference's head, for "full_kl".
+        Args:
+            rows: the micro-batch; None where this rank has no rows left: it then runs a placeholder with the others.
+            want: names of outputs, as in `forward`.
+            temperature: logits are divided by it.
+            other: the reference's head, for "full_kl".
         """
         inputs = self._model_input(rows)
         if other is None:
@@ -291,11 +220,19 @@ class FSDPEngine:
         temperature: float = 1.0,
         without_gradient_B: Tensor | None = None,
     ) -> dict[str, Metric]:
-        """One optimizer step over this rank's rows; all ranks step together.
+        """Take one optimizer step over this rank's rows; all ranks step together. Returns the metrics.
 
-        without_gradient_B (bool): rows known to add nothing to the gradient get a forward pass for the metrics and no
-        backward pass; either all ranks pass it or none. Adds "grad_norm" (before clipping), "lr" and "skipped_steps"
-        (1 when the gradient norm was not finite and no weight was changed) to the loss's metrics.
+        Adds "grad_norm" (before clipping), "lr" and "skipped_steps" (1 when the gradient norm was not finite and no
+        weight was changed) to the loss's metrics.
+
+        Args:
+            batch: this rank's rows of the mini-batch; may be none.
+            loss_fn: objective of a micro-batch.
+            denominators: counts over the whole mini-batch and all ranks.
+            rule: largest size of a micro-batch.
+            temperature: logits are divided by it.
+            without_gradient_B: bool; rows known to add nothing to the gradient get a forward pass for the metrics and
+                no backward pass. Either all ranks pass it or none.
         """
         if self.optimizer is None:
             raise ValueError("this engine is forward only (it was built with optim=None)")
@@ -317,7 +254,7 @@ class FSDPEngine:
 
     @contextmanager
     def _own_noise(self) -> Iterator[None]:
-        """Dropout as a function of (seed, rank, step, update): the same after a resume, whoever else drew in between.
+        """Draw dropout from (seed, rank, step, update): the same after a resume, whoever else drew in between.
 
         Ranks of a tensor group draw alike, because they hold the same activations.
         """
@@ -332,7 +269,10 @@ class FSDPEngine:
     def accumulate(
         self, batch: Experience, objective: Objective, rule: MicroBatchRule, without_gradient_B: Tensor | None = None
     ) -> list[dict[str, Metric]]:
-        """Backward passes of all micro-batches into fresh gradients, which stay until a step; the metrics of each."""
+        """Run the backward passes of all micro-batches into fresh gradients, which stay until a step.
+
+        Returns the metrics of each micro-batch.
+        """
         self._check_want(objective.loss_fn.wants)
         self.sharding.root.train()
         with self._comparison(objective.loss_fn.wants) as other:
@@ -354,7 +294,7 @@ class FSDPEngine:
     def _watch(
         self, rows: Experience | None, objective: Objective, rule: MicroBatchRule, other: Head | None
     ) -> list[dict[str, Metric]]:
-        """Forward passes alone, for the metrics of rows that have no gradient (collective unless `rows` is None)."""
+        """Run forward passes alone, for the metrics of rows without a gradient (collective unless `rows` is None)."""
         if rows is None:
             return []
         metrics = []
@@ -368,12 +308,11 @@ class FSDPEngine:
         return metrics
 
     def _counted_once(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
-        """The ranks that share their rows compute the same loss: only the first reports it."""
-        repeats = self._row_group is not None and self._row_group.rank > 0
-        return {} if repeats else metrics
+        """Keep the metrics on the first of the ranks that share their rows: all of them compute the same loss."""
+        return {} if self._row_group is not None and self._row_group.rank > 0 else metrics
 
     def _backward(self, rows: Experience | None, objective: Objective, other: Head | None) -> dict[str, Metric]:
-        """Forward and backward of one micro-batch; without rows a loss of zero through the whole model."""
+        """Run forward and backward of one micro-batch; without rows a loss of zero through the whole model."""
         with self._rescue.forward(gathers_alone=self._gathers_alone(other)):
             with nullcontext() if self._activations is None else self._activations.active():
                 outputs = self._answers(rows, objective.loss_fn.wants, objective.temperature, other)
@@ -389,7 +328,7 @@ class FSDPEngine:
     def _loss(
         self, objective: Objective, outputs: dict[str, Tensor], rows: Experience | None
     ) -> tuple[Tensor, dict[str, Metric]]:
-        """The objective of one micro-batch, for which everything is padded; zero without rows."""
+        """Compute the objective of one micro-batch, for which everything is padded; zero without rows."""
         if rows is None:
             return microbatch.zero_loss(outputs), {}
         rows = rows.to(self.device).with_forms()
@@ -397,14 +336,16 @@ class FSDPEngine:
         return objective.loss_fn(padded, rows, objective.denominators)
 
     def advance_schedule(self) -> None:
-        """One step of the learning-rate schedule. It counts training steps (one rollout batch each), as verl's does:
-        call it once after all mini-batches of a batch."""
+        """Advance the learning-rate schedule by one step. Call it once after all mini-batches of a rollout batch.
+
+        The schedule counts training steps (one rollout batch each), as verl's does.
+        """
         if self.schedule is not None:
             self.schedule.steps_done += 1
         self._updates = 0
 
     def _step(self) -> dict[str, Metric]:
-        """Clip and step, unless the gradient is not finite: then no rank changes a weight."""
+        """Clip the gradient and step, unless it is not finite: then no rank changes a weight."""
         assert self.optimizer is not None and self.schedule is not None
         sharding.add_l2_gradient(self.sharding.parameters(), self._l2_coeff)
         norm, rate = self.sharding.gradient_norm(), self.schedule.rate()
@@ -424,171 +365,3 @@ class FSDPEngine:
         skipped = float(not finite and not self._loss_scale.settles and self.process.rank == 0)  # once, not per rank
         metrics = {"grad_norm": Metric(value=float(norm)), "lr": Metric(value=rate), **self._loss_scale.stepped(finite)}
         return metrics | {"skipped_steps": Metric(value=skipped, reduction="sum")}
-
-    @contextmanager
-    def base_model(self) -> Iterator[None]:
-        """LoRA: forward passes inside run the base model, without adapters. Else a ValueError."""
-        if self._adapters is None:
-            raise ValueError("this engine trains all weights: only LoRA keeps the base model (model.lora_rank)")
-        with self._adapters.disabled():
-            yield
-
-    # --- weights -----------------------------------------------------------------------------------------------------
-
-    def export_weights(self, dtype: torch.dtype, form: WeightForm = "merged") -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor on this rank's device), one at a time, the same order on all ranks.
-
-        Adapters that travel for themselves are named as in peft without its prefix (`<module>.lora_A.weight`,
-        `<module>.lora_B.weight`), and B comes multiplied by alpha / rank: the receiver adds B A x and nothing else.
-        """
-        for named in self._export.stream(dtype, form):
-            advance(amount=named[1].nbytes)
-            yield named
-            del named  # before the next one is gathered
-
-    def weight_names(self, form: WeightForm = "merged") -> dict[str, torch.Size]:
-        """Names and shapes that `export_weights` must yield, computed from the model's config, not from the shards."""
-        return self._export.names(form)
-
-    def weight_checksums(self, dtype: torch.dtype, form: WeightForm = "merged") -> dict[str, int]:
-        """The checksum (parallel/checksum.py) of every tensor that `export_weights` must yield, from the shards
-        (collective). RuntimeError where an adapter to be merged is not what its shards hold."""
-        return self._export.checksums(dtype, form)
-
-    # --- memory ------------------------------------------------------------------------------------------------------
-
-    def offload(self, params: bool = True, optimizer: bool = True) -> None:
-        """Move shards and optimizer state to host memory; nothing to do on a CPU or under offload_policy."""
-        if self.device.type == "cpu" or self.role.fsdp.offload_policy:
-            return
-        if optimizer and self.optimizer is not None and not self._optimizer_offloaded:
-            sharding.move_optimizer(self.optimizer, torch.device("cpu"))
-            self._optimizer_offloaded = True
-        if params and not self._params_offloaded:
-            self.sharding.move_params(torch.device("cpu"))
-            self._params_offloaded = True
-
-    def onload(self) -> None:
-        """Undo `offload`."""
-        self._onload_params()
-        self._onload_optimizer()
-
-    def _onload_params(self) -> None:
-        if self._params_offloaded:
-            self.sharding.move_params(self.device)
-            self._params_offloaded = False
-
-    def _onload_optimizer(self) -> None:
-        if self._optimizer_offloaded and self.optimizer is not None:
-            sharding.move_optimizer(self.optimizer, self.device)
-            self._optimizer_offloaded = False
-
-    @contextmanager
-    def _resident(self, *, optimizer: bool) -> Iterator[None]:
-        """Weights (and optimizer state) on the device inside; what the config wants offloaded goes back after."""
-        self._onload_params()
-        if optimizer:
-            self._onload_optimizer()
-        yield
-        self.offload(params=self.role.fsdp.param_offload, optimizer=self.role.fsdp.optimizer_offload)
-
-    # --- checkpoints -------------------------------------------------------------------------------------------------
-
-    def save(self, path: str, *, contents: Sequence[str], background: bool = False) -> list[str]:
-        """Write a checkpoint; contents out of "model", "optimizer", "extra" (schedule, RNG), "hf_model": each a folder,
-        the last one huggingface.
-
-        Returns the names of weights and optimizer states that hold NaN or infinite numbers on this rank: where any rank
-        has one, nothing is written.
-        background: the shards of "model" and "optimizer" are copied now and written while training goes on; the
-        checkpoint is whole when `saved` says so on every rank.
-        """
-        folder = Path(path)
-        with self._resident(optimizer="optimizer" in contents):  # states are made beside their parameters
-            parts = self._parts(folder, contents)
-            names, refused = state.not_finite(self._saved_tensors(parts), self.device)
-            if refused:
-                return names
-            self._save_parts(parts, background=background)
-            if "model" in contents:
-                self._save_adapter(folder / "adapter")
-        if "extra" in contents:
-            state.save_extra(folder / "extra", self.process.rank, self._counters())
-        if "hf_model" in contents:
-            self.export_hf(str(folder / "huggingface"))
-        elif self.process.rank == 0:
-            state.write_config(self.model.hf, folder / "huggingface", dtype_of(self.role.fsdp.model_dtype))
-        return []
-
-    def load(self, path: str, *, contents: Sequence[str]) -> None:
-        """Read what `save` wrote, also with another number of ranks. Raises ValueError when a part is lacking."""
-        folder = Path(path)
-        self.changes = self.changes.after_load()
-        if "model" in contents:
-            with self._resident(optimizer=False):
-                state.load_sharded(self._model_state(), folder / "model")
-        if self.optimizer is not None and "optimizer" in contents:
-            with self._resident(optimizer=True):
-                state.load_sharded(self.sharding.optimizer_state(self.optimizer), folder / "optimizer")
-        if "extra" in contents:
-            counters = state.load_extra(folder / "extra", self.process.rank)
-            if self.schedule is not None:
-                self.schedule.steps_done = counters["schedule_steps"]
-                self._loss_scale.restore(counters)
-
-    def _parts(self, folder: Path, contents: Sequence[str]) -> list[Part]:
-        parts: list[Part] = []
-        if "model" in contents:
-            parts.append((self._model_state(), folder / "model"))
-        if self.optimizer is not None and "optimizer" in contents:
-            parts.append((self.sharding.optimizer_state(self.optimizer), folder / "optimizer"))
-        return parts
-
-    def _saved_tensors(self, parts: list[Part]) -> Iterator[tuple[str, Tensor]]:
-        """What must be finite before a checkpoint of these parts is written: always the weights, in any form."""
-        if not any(folder.name == "model" for _, folder in parts):
-            yield from self._model_state().items()
-        for tensors, _ in parts:
-            yield from tensors.items()
-
-    def _save_parts(self, parts: list[Part], *, background: bool) -> None:
-        if background:
-            if self._writer is None:
-                self._writer = BackgroundWriter()
-            self._writer.write(parts)
-            return
-        for tensors, folder in parts:
-            state.save_sharded(tensors, folder)
-
-    def saved(self, *, wait: bool) -> bool:
-        """Whether this rank writes no checkpoint in the background any more; `wait`: until it is so."""
-        if self._writer is None:
-            return True
-        if wait:
-            self._writer.wait()
-        return self._writer.done()
-
-    def _model_state(self) -> dict[str, Tensor]:
-        """What a checkpoint holds of the model: of LoRA the adapters alone where model.path has the base's weights."""
-        tensors = self.sharding.model_state()
-        if self._adapters is None or not loading.has_weights(self.role.model.path):
-            return tensors
-        return {name: tensor for name, tensor in tensors.items() if lora.is_trained(name)}
-
-    def _save_adapter(self, folder: Path) -> None:
-        """The adapter as the peft library reads it, beside the sharded state."""
-        if self._adapters is None:
-            return
-        named = self.sharding.full_weights(torch.float32, lora.is_trained)
-        tensors = ((lora.peft_name(name.removeprefix(HF_PREFIX)), tensor) for name, tensor in named)
-        config = self._adapters.peft_config(self.role.model.path, is_value_model=self.kind == "value")
-        state.export_adapter(tensors, config, folder, rank=self.process.rank)
-
-    def _counters(self) -> dict[str, int]:
-        done = 0 if self.schedule is None else self.schedule.steps_done
-        return {"schedule_steps": done, **self._loss_scale.counters()}
-
-    def export_hf(self, path: str) -> None:
-        """Write config and safetensors that `from_pretrained` reads, in the precision of the shards."""
-        dtype = dtype_of(self.role.fsdp.model_dtype)
-        state.export_hf(self.model.hf, self.export_weights(dtype), Path(path), rank=self.process.rank, dtype=dtype)

@@ -1,4 +1,4 @@
-"""One mini-batch of a rank -> the micro-batches that fit into memory, as many on every rank."""
+"""Cut of a rank's mini-batch into micro-batches that fit into memory, as many on every rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Batch = TypeVar("Batch", bound=Sequences)
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What the micro-batches of a mini-batch have in common: the loss, its denominators, the temperature of logits."""
+    """Loss, denominators and temperature of logits that the micro-batches of a mini-batch have in common."""
 
     loss_fn: LossFn
     denominators: Denominators
@@ -33,9 +33,9 @@ class Objective:
 
 
 def cut(batch: Batch, rule: MicroBatchRule, *, share_prompts: bool) -> list[tuple[list[int], Batch] | None]:
-    """(row positions, rows) per micro-batch; None where this rank has run out of rows (collective).
+    """Cut rows into micro-batches: (row positions, rows) of each, None where this rank has run out of rows.
 
-    Every rank returns the same number, so that all take part in the same collectives of the sharded model.
+    Collective: every rank returns the same number, so that all take part in the same collectives of the sharded model.
     share_prompts: rows with equal prompts are packed with one of them, and kept together for that.
     """
     prompts = prompts_of(batch) if share_prompts and rule.max_tokens is not None else None
@@ -46,18 +46,18 @@ def cut(batch: Batch, rule: MicroBatchRule, *, share_prompts: bool) -> list[tupl
 
 
 def told(part: tuple[list[int], Sequences] | None) -> AbstractContextManager[None]:
-    """Inside, the watchdog knows that one of those that `cut` gave is at work, and how large it is."""
+    """Tell the watchdog that a micro-batch that `cut` returned is running inside, and how large it is."""
     return span("micro-batch", amount=0 if part is None else sum(part[1].num_tokens_B().tolist()))
 
 
 def prompts_of(batch: Sequences) -> PromptsOfRows:
-    """Which rows begin alike, and in how many tokens."""
+    """Find the rows that begin alike, and the number of tokens they share."""
     numbers, shared_B = shared_prefixes(batch)
     return PromptsOfRows(numbers=numbers, costs=shared_B.tolist())
 
 
 def set_apart(batch: Batch, apart_B: Tensor | None) -> tuple[Batch, Batch | None]:
-    """(the other rows, the rows of `apart_B`); everything and None where nothing is to be set apart."""
+    """Split the batch into (the other rows, the rows of `apart_B`); (batch, None) where `apart_B` is None."""
     if apart_B is None:
         return batch, None
     chosen_B = apart_B.cpu()
@@ -65,7 +65,7 @@ def set_apart(batch: Batch, apart_B: Tensor | None) -> tuple[Batch, Batch | None
 
 
 def computed_tokens(batch: Sequences) -> int:
-    """Tokens of the rows, each prompt once."""
+    """Count the tokens of the rows, each prompt once."""
     return int(prompts_of(batch).total(range(len(batch)), batch.num_tokens_B().tolist()))
 
 
@@ -76,8 +76,11 @@ def fill_metrics(
     *,
     share_prompts: bool,
 ) -> dict[str, Metric]:
-    """perf/micro_batches (of the rank with most), the share of the token budget that they use, the share of the tokens
-    that needed no computation because their prompt was shared, and of those without backward pass (`watched` rows)."""
+    """Metrics of the cut into micro-batches.
+
+    perf/micro_batches (of the rank with most), the share of the token budget that they use, the share of the tokens
+    that needed no computation because their prompt was shared, and of those without backward pass (`watched` rows).
+    """
     rows = [part[1] for part in parts if part is not None]
     whole = [int(part.num_tokens_B().sum()) for part in rows]
     tokens = [computed_tokens(part) for part in rows] if share_prompts else whole
@@ -100,7 +103,7 @@ def zero_loss(outputs: dict[str, Tensor]) -> Tensor:
 
 
 def check_vocabulary(token_ids: Tensor, vocab_size: int | None) -> None:
-    """ValueError for an id that the tokenizer does not know."""
+    """Check that the tokenizer knows every token id; raises ValueError otherwise."""
     if vocab_size is not None and token_ids.numel() and int(token_ids.max()) >= vocab_size:
         raise ValueError(
             f"a response holds token id {int(token_ids.max())}, but the tokenizer knows only {vocab_size} ids: "

@@ -38,7 +38,7 @@ _SEED_STEP, _SEED_PARAMETER, _SEED_SHARD = 1_000_003, 8_191, 2_147_483_647
 
 
 class LeanAdamW(torch.optim.Optimizer):
-    """bits: 16 (bfloat16) or 8, per entry of each average; weights keep their own precision.
+    """AdamW whose averages take 16 bits (bfloat16) or 8 bits an entry (`bits`); weights keep their own precision.
 
     One-dimensional parameters (norms, biases) keep bfloat16 averages with 8 bits too.
     """
@@ -57,7 +57,7 @@ class LeanAdamW(torch.optim.Optimizer):
         self._bits = bits
 
     def init_state(self, parameter: nn.Parameter, state: dict[str, Tensor]) -> None:
-        """States of a parameter before its first step, all zero."""
+        """Fill `state` with the states of a parameter before its first step, all zero."""
         state["step"] = torch.zeros((), dtype=torch.float32)
         if self._bits == 8 and parameter.ndim == 2:
             for name, dtype in (("exp_avg", torch.int8), ("exp_avg_sq", torch.uint8)):
@@ -69,7 +69,7 @@ class LeanAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One step with the gradients at hand; `closure` is not supported."""
+        """Take one step with the gradients at hand; `closure` is not supported."""
         assert closure is None
         number = 0
         for group in self.param_groups:
@@ -116,13 +116,13 @@ class LeanAdamW(torch.optim.Optimizer):
 
 
 def stochastic_round(values: Tensor, noise: torch.Generator) -> Tensor:
-    """float32 -> bfloat16, up or down with the probability that makes the expectation exact."""
+    """Round float32 to bfloat16, up or down with the probability that makes the expectation exact."""
     random = torch.randint(1 << 16, values.shape, dtype=torch.int32, device=values.device, generator=noise)
     return (values.contiguous().view(torch.int32) + random).bitwise_and_(-65536).view(torch.float32).bfloat16()
 
 
 def quantise(values: Tensor, power: int, noise: torch.Generator, *, signed: bool) -> tuple[Tensor, Tensor]:
-    """float32 [r, c] -> 8-bit codes [r, c] and a scale per block [r, ceil(c / BLOCK)]: see `dequantise`."""
+    """Quantise float32 [r, c] to 8-bit codes [r, c] and a scale per block [r, ceil(c / BLOCK)]: see `dequantise`."""
     top = 127.0 if signed else 255.0
     blocks = nn.functional.pad(values.abs(), (0, -values.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
     scale = blocks.amax(-1)
@@ -133,8 +133,10 @@ def quantise(values: Tensor, power: int, noise: torch.Generator, *, signed: bool
 
 
 def dequantise(codes: Tensor, scale: Tensor, power: int) -> Tensor:
-    """scale x (code / top) ^ power with the code's sign. An unsigned 0 reads as half a step, not as nothing: the square
-    root of it divides."""
+    """Restore values: scale x (code / top) ^ power with the code's sign.
+
+    An unsigned 0 reads as half a step, not as 0: the square root of it divides.
+    """
     signed = codes.dtype == torch.int8
     level = codes.float().abs_() / 127.0 if signed else codes.float().clamp_(min=0.5) / 255.0
     wide = scale.repeat_interleave(BLOCK, dim=1)[:, : codes.shape[1]]
@@ -143,7 +145,7 @@ def dequantise(codes: Tensor, scale: Tensor, power: int) -> Tensor:
 
 
 def _root_(values: Tensor, power: int) -> Tensor:
-    """The second or fourth root, in place: pow_ is many times slower."""
+    """Take the second or fourth root, in place: pow_ is many times slower."""
     return values.sqrt_() if power == 2 else values.sqrt_().sqrt_()
 
 
@@ -186,7 +188,7 @@ def _row_chunks(tensor: Tensor) -> Iterator[slice]:
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> torch.optim.Optimizer:
-    """The optimizer of `optim.optimizer` over the shards; weight decay on every parameter, as verl."""
+    """Build the optimizer of `optim.optimizer` over the shards; weight decay on every parameter, as verl."""
     settings: dict[str, Any] = {
         "lr": optim.lr,
         "betas": (optim.betas[0], optim.betas[1]),
@@ -200,7 +202,7 @@ def build_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> t
 
 
 def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Parameters that are sharded over the same ranks together: one fused step takes no others."""
+    """Group parameters that are sharded over the same ranks: one fused step takes no others."""
     groups: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
@@ -214,7 +216,7 @@ _BITS = {"adamw_bf16": 16, "adamw_8bit": 8}
 class Schedule:
     """Learning rate as a function of the training steps done: rollout batches, as in verl, not mini-batches.
 
-    Its length is `optim.total_training_steps` where set, else `num_schedule_steps` (the batch plan's).
+    The schedule's length is `optim.total_training_steps` where set, else `num_schedule_steps` (the batch plan's).
     """
 
     def __init__(self, optim: OptimConfig, num_schedule_steps: int | None) -> None:
@@ -247,7 +249,7 @@ def cosine_factor(step: int, warmup: int, total: int, min_ratio: float, num_cycl
 
 
 def _warmup_steps(optim: OptimConfig, total: int | None) -> int:
-    """lr_warmup_steps counts training steps; negative or none means lr_warmup_steps_ratio of all of them."""
+    """Number of warm-up steps: lr_warmup_steps; where negative or null, lr_warmup_steps_ratio of all training steps."""
     if optim.lr_warmup_steps >= 0:
         return optim.lr_warmup_steps
     if not optim.lr_warmup_steps_ratio:
@@ -264,19 +266,19 @@ _STEPS_TO_DOUBLE = 2000
 
 
 class LossScale:
-    """Of one model. In other precisions than float16 nothing is scaled."""
+    """Scale of one model's loss under float16. In other precisions nothing is scaled."""
 
     def __init__(self, compute_dtype: torch.dtype) -> None:
         self._scales = compute_dtype == torch.float16
         self.exponent, self._good_steps = (_FIRST, 0) if self._scales else (0, 0)
 
     def of(self, loss: Tensor) -> Tensor:
-        """What backward starts from."""
+        """Return the scaled loss, from which the backward pass starts."""
         return loss * 2.0**self.exponent if self._scales else loss
 
     @property
     def settles(self) -> bool:
-        """Whether a gradient that is not finite may be the scale's doing, which smaller ones put right."""
+        """True where the scale may have caused a gradient that is not finite, which a smaller scale puts right."""
         return self._scales and self.exponent > 0
 
     @torch.no_grad()
@@ -287,7 +289,7 @@ class LossScale:
                 parameter.grad.mul_(2.0**-self.exponent)
 
     def stepped(self, finite: bool) -> dict[str, Metric]:
-        """Learn from an optimizer step, or from one that was left out; the scale that it had, as a metric."""
+        """Adapt the scale after an optimizer step, or one that was left out; return the old scale as a metric."""
         if not self._scales:
             return {}
         overflow = float(self.settles and not finite)
@@ -302,10 +304,10 @@ class LossScale:
         return told
 
     def counters(self) -> dict[str, int]:
-        """For a checkpoint."""
+        """Return the counters for a checkpoint."""
         return {"loss_scale_exponent": self.exponent, "loss_scale_steps": self._good_steps} if self._scales else {}
 
     def restore(self, counters: dict[str, int]) -> None:
-        """From a checkpoint, which may have been written in another precision."""
+        """Restore the counters of a checkpoint, which may have been written in another precision."""
         if self._scales and "loss_scale_exponent" in counters:
             self.exponent, self._good_steps = counters["loss_scale_exponent"], counters["loss_scale_steps"]

@@ -1,4 +1,7 @@
-"""At start: does packing change what this very model says? Layers that carry state along the sequence would leak."""
+"""Check at start that packing does not change a model's outputs.
+
+Layers that carry state along the sequence would leak.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +32,17 @@ def check_packing(
 ) -> None:
     """Compare random sequences packed together, two of which share their prompt, with each alone (collective).
 
-    root: the sharded model to call; `model` itself, or a wrapper around it. Raises ValueError on a difference.
-    tensor_group: ranks among which its layers are split. Their slices of the tokens are then cut in other places, so
-    that what leaks from token to token outside attention shows too.
+    Args:
+        root: the sharded model to call; `model` itself, or a wrapper around it.
+        model: the model that is checked.
+        hf_config: its Hugging Face config.
+        device: device of the inputs.
+        compute_dtype: precision of the passes, which sets the tolerance.
+        tensor_group: ranks among which the layers are split. Their slices of the tokens are then cut in other places,
+            so that what leaks from token to token outside attention shows too.
+        vision: processor of images; None for a text model.
+
+    Raises ValueError on a difference.
     """
     root.eval()
     rows = _three_rows(hf_config.get_text_config().vocab_size, model)

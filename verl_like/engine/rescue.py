@@ -1,4 +1,4 @@
-"""Out of memory in a micro-batch: all ranks agree, the pass begins again with smaller ones, and these stay.
+"""Rescue of a pass that runs out of memory: all ranks agree and begin it again with smaller micro-batches, which stay.
 
 What a rank computes is cut smaller; denominators belong to the mini-batch, so loss and gradient stay what they were.
 A micro-batch is a row of collectives (the gathers and reductions of FSDP's units), and a rank that leaves it alone
@@ -18,8 +18,8 @@ would leave the others waiting. What can be rescued, therefore:
     backward pass with units smaller than a   yes         no: what is computed again gathers them in an order of its
     block, or with fsdp_size=1                            own; a reduction between whole models is FSDP's alone
 
-It needs FSDP2 and names of torch's that are not public (parallel/broken_pass.py; 2.11 and 2.13 have them); without them
-the error goes on as it is, as does one in the optimizer's step.
+The rescue needs FSDP2 and names of torch's that are not public (parallel/broken_pass.py; 2.11 and 2.13 have them);
+without them the error goes on as it is, as does one in the optimizer's step.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ _NOT_RESCUED = (
 
 
 class OutOfMemory(Exception):
-    """A pass ran out of memory, and every rank knows."""
+    """Error of a pass that ran out of memory on some rank, raised on every rank."""
 
 
 class Rescue:
-    """The state of one engine: how large its micro-batches may be since memory ran out, and how often it did."""
+    """State of one engine's rescues: how large its micro-batches may be since memory ran out, and how often it did."""
 
     def __init__(self, sharding: Sharding, *, alone: bool) -> None:
         self._sharding, self._alone = sharding, alone
@@ -69,7 +69,7 @@ class Rescue:
     def repeated(
         self, kind: str, rule: MicroBatchRule, batch: Sequences, attempt: Callable[[MicroBatchRule], Result]
     ) -> Result:
-        """attempt(rule) until it fits into memory, with smaller micro-batches each time (collective)."""
+        """Repeat attempt(rule) until it fits into memory, with smaller micro-batches each time (collective)."""
         while True:
             lowered = self._lowered(kind, rule)
             try:
@@ -84,8 +84,10 @@ class Rescue:
 
     @contextmanager
     def forward(self, *, gathers_alone: bool) -> Iterator[None]:
-        """One micro-batch up to its loss. OutOfMemory on all ranks where it, or the backward pass before it, fails on
-        any (collective). After a failed backward pass nothing inside runs.
+        """Run one micro-batch up to its loss inside (collective).
+
+        Raises OutOfMemory on all ranks where this pass, or the backward pass before it, fails on any rank. After a
+        failed backward pass nothing inside runs.
 
         gathers_alone: the model's own gathers are its only collectives; else call `model_done` behind the others.
         """
@@ -108,11 +110,13 @@ class Rescue:
             raise OutOfMemory("a micro-batch's forward pass, or the backward pass before it")
 
     def backward(self, graph: list[Tensor]) -> None:
-        """The backward pass of one micro-batch. graph: its loss, taken out where memory runs out, so that nobody else
-        should hold what it was computed from.
+        """Run the backward pass of one micro-batch.
+
+        graph: the loss, alone in a list. Where memory runs out it is taken out of the list, so nobody else should hold
+        the tensors it was computed from.
 
         A rank alone then raises OutOfMemory. One of several still does what the others wait for: the next `forward`, or
-        `agree`, raises on all. The rank's own error, where that cannot be done.
+        `agree`, raises on all. Raises the rank's own error where that cannot be done.
         """
         try:
             graph[0].backward()
@@ -134,13 +138,16 @@ class Rescue:
         self._failed = True
 
     def agree(self) -> None:
-        """Behind the last backward pass: OutOfMemory on all ranks where one failed on any (collective)."""
+        """Agree behind the last backward pass: raises OutOfMemory on all ranks where one failed on any (collective)."""
         failed, self._failed = self._failed, False
         if self._sharding.reduces_the_rest and not self._alone and all_reduce_max(int(failed)):
             raise OutOfMemory("the last micro-batch's backward pass")
 
     def metrics(self) -> dict[str, Metric]:
-        """perf/out_of_memory, once it happened: how often in this run; perf/lowered_micro_batch: their size since."""
+        """Metrics once memory ran out.
+
+        perf/out_of_memory: how often in this run; perf/lowered_micro_batch: size since then.
+        """
         if not self._count:
             return {}
         found = {"perf/out_of_memory": Metric(value=float(self._count), reduction="max")}
@@ -149,7 +156,7 @@ class Rescue:
         return found
 
     def model_done(self) -> None:
-        """This forward pass has no collective left."""
+        """Note that this forward pass has no collective left."""
         self._in_model = False
 
     def _lowered(self, kind: str, rule: MicroBatchRule) -> MicroBatchRule:
@@ -161,7 +168,10 @@ class Rescue:
         return MicroBatchRule(max_sequences=min(most, rule.max_sequences or most))
 
     def _cut(self, kind: str, rule: MicroBatchRule, batch: Sequences) -> None:
-        """Half as large from now on. torch.OutOfMemoryError where micro-batches are single rows already."""
+        """Halve the size of micro-batches from now on.
+
+        Raises torch.OutOfMemoryError where micro-batches are single rows already.
+        """
         longest = all_reduce_max(int(batch.num_tokens_B().max()) if len(batch) else 0)
         size = rule.max_tokens if rule.max_tokens is not None else rule.max_sequences
         assert size is not None
@@ -181,6 +191,6 @@ class Rescue:
 
 
 def _note(error: Exception) -> None:
-    """Say it, and let go of the tensors in the error's frames, which hold the graph."""
+    """Log the error, and let go of the tensors in its frames, which hold the graph."""
     log.warning("out of memory: %s", (str(error).splitlines() or [type(error).__name__])[0])
     traceback.clear_frames(error.__traceback__)

@@ -1,4 +1,4 @@
-"""An engine on disk: sharded tensors through torch.distributed.checkpoint, counters and RNG per rank, HF export.
+"""State of an engine on disk: shards through torch.distributed.checkpoint, counters and RNG per rank, HF export.
 
 Sharded parts are keyed by parameter name, so that they load on another number of ranks. Each rank reads the files
 that it wrote again, for their checksums. With `checkpoint.async_save` a thread writes them while training goes on.
@@ -39,7 +39,7 @@ _SLOWEST_DISK = 10e6  # [bytes/s] of one rank: what is slower counts as stuck
 
 
 def save_sharded(tensors: dict[str, Tensor], folder: Path, group: dist.ProcessGroup | None = None) -> None:
-    """Every rank writes its shards (collective over `group`, or all ranks). RuntimeError when any rank cannot."""
+    """Write each rank's shards (collective over `group`, or all ranks). Raises RuntimeError when any rank cannot."""
     try:
         with _watched("writing", tensors):
             dcp.save(tensors, checkpoint_id=str(folder), process_group=group)
@@ -56,7 +56,7 @@ def save_sharded(tensors: dict[str, Tensor], folder: Path, group: dist.ProcessGr
 
 
 def _watched(what: str, tensors: dict[str, Tensor]) -> AbstractContextManager[None]:
-    """For the watchdog: this rank's bytes."""
+    """Tell the watchdog how many bytes this rank writes or reads inside."""
     amount = sum(local_tensor(tensor).nbytes for tensor in tensors.values())
     return span(what, amount=amount, expected_s=amount / _SLOWEST_DISK)
 
@@ -77,9 +77,9 @@ def load_sharded(tensors: dict[str, Tensor], folder: Path) -> None:
 
 
 def not_finite(tensors: Iterable[tuple[str, Tensor]], device: torch.device) -> tuple[list[str], bool]:
-    """Names of the tensors with NaN or infinite numbers in this rank's shard; whether any rank has one (collective).
+    """Find tensors with NaN or infinite numbers: names in this rank's shard, and whether any rank has one.
 
-    device: where the ranks' process group takes its messages from.
+    Collective. device: where the ranks' process group takes its messages from.
     """
     shards = [(name, local_tensor(tensor)) for name, tensor in tensors]
     extremes = [  # NaN is both; a tenth of the time of isfinite on every number
@@ -94,7 +94,7 @@ def not_finite(tensors: Iterable[tuple[str, Tensor]], device: torch.device) -> t
 
 
 def save_extra(folder: Path, rank: int, counters: dict[str, int]) -> None:
-    """Counters and this rank's random state."""
+    """Write the counters and this rank's random state."""
     folder.mkdir(parents=True, exist_ok=True)
     own = folder / f"rank_{rank}.pt"
     torch.save({"counters": counters, "rng": _rng_state()}, own)
@@ -103,7 +103,7 @@ def save_extra(folder: Path, rank: int, counters: dict[str, int]) -> None:
 
 
 def load_extra(folder: Path, rank: int) -> dict[str, int]:
-    """Counters; the random state too where this rank was there when the checkpoint was written."""
+    """Read the counters; restore the random state too where this rank was there when the checkpoint was written."""
     _require(folder)
     own = folder / f"rank_{rank}.pt"
     with torch.serialization.safe_globals(OF_NUMPY):
@@ -183,10 +183,10 @@ Part = tuple[dict[str, Tensor], Path]  # shards by name, and the folder they go 
 
 
 class BackgroundWriter:
-    """Copies shards to host memory at once and writes them later, one checkpoint at a time.
+    """Writer that copies shards to host memory at once and writes them later, one checkpoint at a time.
 
     Writing is collective: the thread has a process group of its own, so that its messages never meet the trainer's.
-    Building one is collective.
+    The constructor is collective.
     """
 
     def __init__(self) -> None:
@@ -195,13 +195,13 @@ class BackgroundWriter:
         self._written: Future[None] | None = None
 
     def write(self, parts: list[Part]) -> None:
-        """Begin; waits for the checkpoint before it, so that at most one copy is in host memory."""
+        """Begin to write; first waits for the checkpoint before it, so that at most one copy is in host memory."""
         self.wait()
         copies = [({name: t.detach().to("cpu", copy=True) for name, t in part.items()}, to) for part, to in parts]
         self._written = self._thread.submit(self._write, copies)
 
     def done(self) -> bool:
-        """Whether nothing is being written. Raises what the writing raised."""
+        """True where no checkpoint is being written. Raises the error of a writing that failed."""
         if self._written is None:
             return True
         if self._written.done():
@@ -210,7 +210,7 @@ class BackgroundWriter:
         return False
 
     def wait(self) -> None:
-        """Until everything is written. Raises what the writing raised."""
+        """Wait until everything is written. Raises the error of a writing that failed."""
         written, self._written = self._written, None
         if written is not None:
             written.result()

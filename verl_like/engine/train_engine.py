@@ -1,5 +1,7 @@
-"""Words of the training engine (fsdp.py): names of its outputs, forms of its weights, what an objective is, and what
-has happened to the weights: who compares two counts knows whether there is something to send."""
+"""Vocabulary of the training engine (fsdp.py): names of outputs, forms of weights, the objective, changes of weights.
+
+Two counts of changes, compared, tell whether there are new weights to send.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,12 @@ LOG_PROBS, ENTROPY, SUM_PI_SQUARED, VALUES = "log_probs", "entropy", "sum_pi_squ
 FULL_KL = "full_kl"
 
 WeightForm = Literal["merged", "apart", "adapters"]
-"""How weights leave an engine with LoRA: adapters added into the weights they adapt ("merged"; without LoRA the only
-form), base weights and adapters beside each other ("apart"), or adapters alone."""
+"""Forms in which weights leave an engine with LoRA: adapters added into the weights they adapt ("merged"; without LoRA
+the only form), base weights and adapters beside each other ("apart"), or adapters alone."""
 
 
 class LossFn(Protocol):
-    """The objective of one micro-batch.
+    """Objective of one micro-batch.
 
     Called with the wanted outputs as [b, R] tensors with a graph (0 where nothing was computed), the micro-batch
     (on the device) and the denominators of the whole mini-batch over all ranks. Returns the SUM of its loss
@@ -39,23 +41,28 @@ _LEAST_LR, _LEAST_NORM = 1e-7, 1e-3  # under these a step may be lost to roundin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightChanges:
-    """Since the engine was built. loads: checkpoints read. steps: optimizer steps taken. sure: those of them that must
-    have changed some weight."""
+    """Counts of changes to an engine's weights since it was built.
+
+    loads: checkpoints read. steps: optimizer steps taken. sure: those of the steps that must have changed some weight.
+    """
 
     loads: int = 0
     steps: int = 0
     sure: int = 0
 
     def after_step(self, *, lr: float, grad_norm: float, exact: bool) -> WeightChanges:
-        """AdamW moves each weight by about the learning rate, unless its gradient is small beside eps. exact: all
-        weights are float32; in others a step may be lost to rounding."""
+        """Count an optimizer step.
+
+        AdamW moves each weight by about the learning rate, unless its gradient is small beside eps. exact: all
+        weights are float32; in others a step may be lost to rounding.
+        """
         sure = exact and lr >= _LEAST_LR and _LEAST_NORM <= grad_norm < math.inf
         return replace(self, steps=self.steps + 1, sure=self.sure + sure)
 
     def after_load(self) -> WeightChanges:
-        """Whatever was sent before, the weights may be any now."""
+        """Count a checkpoint that was read: whatever was sent before, the weights may be any now."""
         return replace(self, loads=self.loads + 1)
 
     def must_differ(self, earlier: WeightChanges) -> bool:
-        """Whether weights cannot be what they were then."""
+        """True where the weights cannot be the same as at the `earlier` count."""
         return self.loads == earlier.loads and self.sure > earlier.sure

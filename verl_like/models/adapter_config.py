@@ -1,5 +1,7 @@
-"""The LoRA adapter that a run begins with (model.lora_adapter_path), as the peft library wrote it: its settings, read
-before torch is imported."""
+"""Configuration of the LoRA adapter that a run begins with (model.lora_adapter_path), as the peft library wrote it.
+
+It is read before torch is imported.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,10 @@ _HEAD = (["score"], ["classifier", "score"])  # modules_to_save of a value model
 
 
 def adapter_settings(path: str, key: str, *, of_value_model: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(the keys of `model.*` that the adapter sets, its whole configuration). ConfigError for a folder without one, and
-    for a form of it that is not built."""
+    """Read the adapter's configuration: (the keys of `model.*` that it sets, the whole of it).
+
+    Raises ConfigError for a folder without an adapter, and for a form of adapter that is not built.
+    """
     wanted = "name the folder of a LoRA adapter of the peft library"
     try:
         folder = Path(local_folder(path, key))

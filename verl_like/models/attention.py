@@ -1,4 +1,4 @@
-"""One attention function for packed tokens, registered with transformers' attention interface.
+"""Attention function for packed tokens, registered with transformers' attention interface.
 
 The model call carries `segments`; queries, keys and values are [1, heads, T, head_dim] over all segments. On CUDA in
 half precision FlashAttention (3 or 2) runs where it is installed, torch's own varlen attention otherwise; elsewhere,
@@ -42,7 +42,21 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention inside each segment; [1, heads, T, head_dim] -> [1, T, heads, head_dim].
 
-    `sliding_window`: a token sees that many tokens, itself included. `softcap`: c of c * tanh(scores / c).
+    The signature is that of transformers' attention interface.
+
+    Args:
+        module: the attention module that calls.
+        query: [1, heads, T, head_dim].
+        key: [1, key heads, T, head_dim].
+        value: [1, key heads, T, head_dim].
+        attention_mask: not used: segments take its place.
+        segments: sequences of the packed input.
+        scaling: factor of the scores; None is 1 / sqrt(head_dim).
+        dropout: probability that a weight is dropped.
+        sliding_window: a token sees that many tokens, itself included.
+        softcap: c of c * tanh(scores / c).
+        s_aux: attention sinks, which are refused.
+
     Raises ValueError for attention sinks.
     """
     if s_aux is not None:
@@ -63,7 +77,7 @@ def packed_attention(
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, how: Scoring) -> Tensor:
-    """[1, heads, T, head_dim] -> [T, heads, head_dim]."""
+    """Run the attention function that fits device and precision; [1, heads, T, head_dim] -> [T, heads, head_dim]."""
     half_on_gpu = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     if half_on_gpu and (how.softcap is None or flash_attention_version() is not None):
         return _varlen(query, key, value, segments, how)
@@ -78,14 +92,17 @@ def register() -> None:
 
 @functools.cache
 def flash_attention_version() -> int | None:
-    """3 on Hopper with flash_attn_interface, else 2 with flash_attn, else None."""
+    """Version of FlashAttention: 3 on Hopper with flash_attn_interface, else 2 with flash_attn, else None."""
     if importlib.util.find_spec("flash_attn_interface") is not None and torch.cuda.get_device_capability()[0] == 9:
         return 3
     return 2 if _has_flash_attention_2() else None
 
 
 def _has_flash_attention_2() -> bool:
-    """FlashAttention 4, which serving engines bring along, has the same name, but no module of that name itself."""
+    """Check that FlashAttention 2 is installed.
+
+    FlashAttention 4, which serving engines bring along, has the same name, but no module of that name itself.
+    """
     found = importlib.util.find_spec("flash_attn")
     return found is not None and found.origin is not None
 
@@ -134,8 +151,10 @@ def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scaling: 
 
 @functools.cache
 def _varlen_asks_for_shared_keys() -> bool:
-    """Whether varlen_attn wants to be told of fewer key heads than query heads: from torch 2.12 on it compares their
-    numbers. The kernel behind it shares key heads in every version."""
+    """Check that varlen_attn wants to be told of fewer key heads than query heads.
+
+    From torch 2.12 on it compares their numbers. The kernel behind it shares key heads in every version.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters

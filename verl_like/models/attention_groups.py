@@ -38,10 +38,17 @@ _BLOCK = 64  # [tokens] of queries at a time, measured: smaller blocks leave out
 
 
 def block_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
-    """softmax(cap(scale q k^T)) v over what a token sees: [G, L * r, D] (a token's r queries stand together).
+    """Compute softmax(cap(scale q k^T)) v over the tokens that each token sees: [G, L * r, D].
 
-    k, v: [G, L, D]. window: a token sees that many tokens, itself included. softcap: c of c * tanh(scores / c).
     Products are in the inputs' dtype; soft-capping and its softmax, and sums over blocks, in float32.
+
+    Args:
+        q: queries [G, L * r, D]; a token's r queries stand together.
+        k: keys [G, L, D].
+        v: values [G, L, D].
+        scale: factor of the scores.
+        window: a token sees that many tokens, itself included; None: all before it.
+        softcap: c of c * tanh(scores / c); None caps nothing.
     """
     return _BlockAttention.apply(q, k, v, scale, window, softcap)
 
@@ -93,15 +100,18 @@ class _BlockAttention(torch.autograd.Function):
 
 
 def causal_band(start: int, end: int, first: int, window: int | None, device: torch.device) -> Tensor:
-    """[end - start, end - first] bool: which of the tokens from `first` on those from `start` on see: causal, and no
-    further back than `window` tokens, itself included."""
+    """Mask of the keys that each query sees: bool [end - start, end - first].
+
+    Queries are the tokens start ... end - 1, keys the tokens first ... end - 1. A query sees no later key, and no
+    further back than `window` tokens, itself included.
+    """
     position = torch.arange(first, end, device=device)
     distance = position[start - first :, None] - position[None, :]
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 
 def _blocks(length: int, window: int | None) -> Iterator[tuple[int, int, int]]:
-    """(first query, end of queries, first key) of each block; its keys end with its queries."""
+    """Yield (first query, end of queries, first key) of each block; its keys end with its queries."""
     count = max(1, round(length / _BLOCK))
     for start, end in itertools.pairwise(length * i // count for i in range(count + 1)):
         yield start, end, 0 if window is None else max(0, start - window + 1)
@@ -110,7 +120,7 @@ def _blocks(length: int, window: int | None) -> Iterator[tuple[int, int, int]]:
 def _hiding(
     start: int, end: int, first: int, window: int | None, repeats: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """[1, (end - start) * r, end - first]: what is added to a block's scores, -inf where a query does not see a key."""
+    """Bias of a block's scores, -inf where a query does not see a key: [1, (end - start) * r, end - first]."""
     seen = causal_band(start, end, first, window, device)
     added = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, float("-inf"))
     return added.repeat_interleave(repeats, 0)[None]
@@ -120,7 +130,7 @@ _kept_hiding = lru_cache(maxsize=64)(_hiding)  # the layers of a model ask for t
 
 
 class _Sum:
-    """The gradient of keys or values [G, L, D], added up over blocks in `dtype`; the first to come may be all of it."""
+    """Gradient of keys or values [G, L, D], added up over blocks in `dtype`; the first to come may be all of it."""
 
     def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
         self._like, self._dtype = like, dtype
@@ -144,7 +154,7 @@ _PRODUCTS_LENGTH = 512  # [tokens] up to which matrix products are used on a CPU
 
 
 def groups_of(segments: Segments) -> Groups:
-    """The layout of these segments; computed once, then kept with them."""
+    """Layout of these segments; computed once, then kept with them."""
     if segments.groups is None:
         segments.groups = _build_groups(segments)
     return segments.groups
@@ -152,8 +162,13 @@ def groups_of(segments: Segments) -> Groups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scoring:
-    """How scores become weights. scaling: their factor, None is 1 / sqrt(D). window: a token sees that many tokens,
-    itself included. softcap: c of c * tanh(scores / c)."""
+    """Options that turn scores into weights.
+
+    scaling: factor of the scores, None is 1 / sqrt(D).
+    dropout: probability that a weight is dropped.
+    window: a token sees that many tokens, itself included.
+    softcap: c of c * tanh(scores / c).
+    """
 
     scaling: float | None = None
     dropout: float = 0.0
@@ -187,7 +202,7 @@ def _by_products(key: Tensor) -> bool:
 def _by_heads(
     q: Tensor, k: Tensor, v: Tensor, heads: int, repeats: int, scale: float, window: int | None, dropout: float
 ) -> Tensor:
-    """The same shapes as `block_attention`, through SDPA's [count, heads * r, width, D]."""
+    """Attention of the shapes of `block_attention`, through SDPA's [count, heads * r, width, D]."""
     length = k.shape[1]
     queries = q.view(-1, heads, length, repeats, q.shape[-1]).transpose(2, 3).flatten(1, 2)
     k, v = (t.view(-1, heads, length, t.shape[-1]) for t in (k, v))

@@ -1,4 +1,4 @@
-"""What is done to a model's layers before they are sharded: gradient checkpointing and compilation."""
+"""Changes to a model's layers before they are sharded: gradient checkpointing and compilation."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ _PRODUCTS = (
 
 
 def enable_checkpointing(hf: PreTrainedModel, *, selective: bool) -> None:
-    """Compute a layer's activations again in the backward pass: all of them, or (selective) all but the results of
-    matrix products and attention."""
+    """Compute a layer's activations again in the backward pass.
+
+    selective: all but the results of matrix products and attention; otherwise all of them.
+    """
     settings: dict[str, Any] = {"use_reentrant": False}
     if selective:
         settings["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
@@ -48,14 +50,14 @@ def _keep_products(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPol
 
 
 def compile_blocks(layers: Sequence[nn.Module], device: torch.device) -> None:
-    """torch.compile each layer, for any number of tokens. Raises ValueError where no compiler is installed."""
+    """Compile each layer with torch.compile, for any number of tokens. Raises ValueError without a compiler."""
     check_compiler(device)
     for layer in layers:
         layer.compile(dynamic=True)
 
 
 def check_compiler(device: torch.device) -> None:
-    """Raise ValueError unless torch.compile can make code for this device here."""
+    """Check that torch.compile can make code for this device here; raises ValueError otherwise."""
     if device.type == "cuda":
         found, needs = importlib.util.find_spec("triton") is not None, "the triton package"
     else:

@@ -29,7 +29,7 @@ _EACH_EXPERT = "*"  # in a name: the number of the expert
 
 
 class CheckpointNames:
-    """Translates the parameters of one kind of model."""
+    """Translation of the parameters of one kind of model into the names and shapes of checkpoints."""
 
     def __init__(self, hf: PreTrainedModel) -> None:
         self._model_type = hf.config.model_type
@@ -40,7 +40,9 @@ class CheckpointNames:
         self._known: dict[str, tuple[str, ...]] = {}
 
     def views(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """(stored name, view) of everything that the parameter `name` holds. Writing into a view writes into `tensor`.
+        """Yield (stored name, view) of everything that the parameter `name` holds.
+
+        Writing into a view writes into `tensor`.
 
         Raises ValueError for a layout that is not a stack of experts.
         """
@@ -55,7 +57,10 @@ class CheckpointNames:
                 yield pattern.replace(_EACH_EXPERT, str(expert)), part
 
     def _stored_names(self, name: str) -> tuple[str, ...]:
-        """One name, or for a stack of experts the pattern of each part, in the order of its rows."""
+        """Names under which a parameter is stored: one, or a pattern for each part of a stack of experts.
+
+        Patterns come in the order of the parts' rows.
+        """
         patterns = (name,)
         for rule in self._converters:
             first, matched = rule.rename_source_key(name)
@@ -69,7 +74,10 @@ class CheckpointNames:
         return patterns
 
     def _require_stack(self, name: str, operations: list[ConversionOps]) -> None:
-        """Only these two can be given as views: [experts, ...], and [experts, parts one below the other, ...]."""
+        """Check that a parameter is a stack that views can take apart; raises ValueError otherwise.
+
+        Two forms can be: [experts, ...], and [experts, parts one below the other, ...].
+        """
         kinds = [(type(operation), getattr(operation, "dim", None)) for operation in operations]
         if kinds not in ([(SplitModulelist, 0)], [(Chunk, 1), (SplitModulelist, 0)]):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""What a model costs, from its own shape: floating-point operations, bytes of weights and cache.
+"""Cost of a model, from its own shape: floating-point operations, bytes of weights and cache.
 
 Counted are matrix products and attention, a multiply and an add as two operations. Norms, rotary embedding, softmax and
 element-wise work are left out, as in published figures of model FLOPs utilisation (PaLM, arXiv 2204.02311, appendix B).
@@ -43,7 +43,7 @@ class ModelCost:
 
     @classmethod
     def count(cls, model: PreTrainedModel) -> ModelCost:
-        """The same for a model that is there already (weights may be on any device)."""
+        """Count the weights of a model that is there already (they may be on any device)."""
         config = model.config.get_text_config()
         head = model.get_output_embeddings()
         head_weights = head.weight.numel() if head is not None else 0
@@ -60,20 +60,23 @@ class ModelCost:
         )
 
     def with_value_head(self) -> ModelCost:
-        """The critic built on this model: a head with one output."""
+        """Cost of the critic built on this model: its head has one output."""
         return replace(self, head_weights=0)
 
     def forward_flops(self, num_tokens: Sequence[int], num_predicted: int) -> float:
-        """One forward pass over sequences of these lengths, of which `num_predicted` tokens pass the head."""
+        """Operations of a forward pass over sequences of these lengths; `num_predicted` tokens pass the head."""
         dense = 2.0 * (self.body_weights * sum(num_tokens) + self.head_weights * num_predicted)
         return dense + sum(self.attention_flops(length) for length in num_tokens)
 
     def attention_flops(self, length: int) -> float:
-        """Scores and weighted values of one sequence over all layers: 4 x width for each (query, visible key) pair."""
+        """Operations of scores and weighted values of one sequence over all layers.
+
+        4 x width for each (query, visible key) pair.
+        """
         return 4.0 * self.attention_width * sum(_visible_pairs(length, window) for window in self.windows)
 
     def row_costs(self, prompt_lengths: Sequence[int], response_lengths: Sequence[int]) -> list[float]:
-        """What to balance rows over ranks by: the forward operations of each."""
+        """Cost of each row for the balance between ranks: the operations of its forward pass."""
         return [
             self.forward_flops([prompt + response], response)
             for prompt, response in zip(prompt_lengths, response_lengths, strict=True)
@@ -87,15 +90,17 @@ class ModelCost:
 
 
 def _visible_pairs(length: int, window: int | None) -> float:
-    """(query, key) pairs of causal attention, each query seeing at most `window` keys (itself included)."""
+    """Count the (query, key) pairs of causal attention, each query seeing at most `window` keys (itself included)."""
     if window is None or length <= window:
         return length * (length + 1) / 2
     return window * (window + 1) / 2 + float(length - window) * window
 
 
 def _body_weights(model: PreTrainedModel, head: nn.Module | None) -> float:
-    """Matrices of the blocks, whatever kind of module holds them; of stacked experts the share one token visits.
-    A vision tower is left out: patches meet it, not tokens."""
+    """Count the weights of the blocks' matrices, whatever kind of module holds them.
+
+    Of stacked experts the share that one token visits counts. A vision tower is left out: patches meet it, not tokens.
+    """
     config = model.config.get_text_config()
     experts = num_experts(config)
     tower: Any = getattr(model.base_model, "visual", None)

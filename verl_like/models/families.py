@@ -35,9 +35,10 @@ _EVERYTHING = _PACKED | {VLLM}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One model type.
+    """Facts about one model type.
 
-    packed: runs without padding, through our attention. why_padded: what in it forbids that.
+    packed: runs without padding, through our attention.
+    why_padded: what in it forbids that.
     attention: transformers' attention for padded rows; soft-capped scores and sinks need "eager".
     tested: what is tested beside values and gradients (of padded rows, and packed where it can be).
     """
@@ -161,9 +162,10 @@ _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def check(config: PretrainedConfig, *, packed: bool) -> None:
-    """Raise ValueError, naming the model type and the way out, where this model cannot be trained (packed).
+    """Check that a model of this config can be trained (packed, or on padded rows); needs no weights.
 
-    Needs no weights. Warns, once a process, about a type that is not in the table.
+    Raises ValueError, naming the model type and the way out, where it cannot. Warns, once a process, about a type that
+    is not in the table.
     """
     name = config.model_type
     _refuse_nested(config)
@@ -181,17 +183,20 @@ def check(config: PretrainedConfig, *, packed: bool) -> None:
 
 
 def frozen_tower(hf: PreTrainedModel, *, frozen: bool) -> nn.Module | None:
-    """The vision tower, frozen in place; None where it is trained (actor.freeze_vision_tower), or there is none."""
+    """Freeze the vision tower in place, and return it.
+
+    None where it is trained (actor.freeze_vision_tower), or there is none.
+    """
     return hf.base_model.get_submodule("visual").requires_grad_(False) if frozen and sees(hf.config) else None
 
 
 def sees(config: PretrainedConfig) -> bool:
-    """Whether it is a vision-language model, as far as these are available."""
+    """True for the config of a vision-language model, as far as these are available."""
     return config.model_type in VISION
 
 
 def refuse_vision(config: PretrainedConfig, what: str, fix: str) -> None:
-    """ValueError, naming what cannot be done with a vision-language model, and the way out."""
+    """Raise ValueError for a vision-language model, naming `what` cannot be done with it, and the `fix`."""
     if sees(config):
         raise ValueError(f"{what} is not available for vision-language models ({config.model_type}): {fix}")
 
@@ -205,18 +210,21 @@ def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
 
 
 def why_padded(config: PretrainedConfig) -> str:
-    """What in this model forbids packing, as far as its type and its config tell; empty where nothing does."""
+    """Name what in a model forbids packing, as far as its type and its config tell; empty where nothing does."""
     family = FAMILIES.get(config.model_type)
     return _state_in(config) if family is None else family.why_padded
 
 
 def stores_as_named(config: PretrainedConfig) -> bool:
-    """Whether the tensors of its files have names and shapes of the model's own: transformers puts experts together."""
+    """True where the model's files hold tensors under its own names and shapes.
+
+    transformers puts experts together, so theirs differ.
+    """
     return config.model_type in FAMILIES and not num_experts(config) and not why_padded(config)
 
 
 def padded_attention(config: PretrainedConfig) -> str:
-    """transformers' attention for padded rows. Its SDPA leaves soft-capping out without a word."""
+    """Choose transformers' attention for padded rows. Its SDPA leaves soft-capping out without a word."""
     text = config.get_text_config()
     capped = "attn_logit_softcapping" in text and text.attn_logit_softcapping is not None
     family = FAMILIES.get(config.model_type)
@@ -224,13 +232,13 @@ def padded_attention(config: PretrainedConfig) -> str:
 
 
 def num_experts(config: PretrainedConfig) -> int:
-    """Routed experts of one layer; 0 for a dense model."""
+    """Count the routed experts of one layer; 0 for a dense model."""
     text = config.get_text_config()
     return next((int(getattr(text, key)) for key in _EXPERT_COUNTS if getattr(text, key, None)), 0)
 
 
 def _state_in(config: PretrainedConfig) -> str:
-    """What in the layers of an unknown type forbids packing, as far as its config tells."""
+    """Name what in the layers of an unknown type forbids packing, as far as its config tells."""
     kinds = {
         kind for key in _LAYER_KINDS if isinstance(getattr(config, key, None), list) for kind in getattr(config, key)
     }
@@ -270,7 +278,7 @@ def _warn_untested(name: str) -> None:
 
 
 def table() -> str:
-    """The rows of docs/models.md, types of equal standing together."""
+    """Rows of docs/models.md, types of equal standing together."""
     rows: dict[tuple[str, str, str], list[str]] = {}
     for name, family in (FAMILIES | VISION).items():
         runs = "packed" if family.packed else f"padded ({family.why_padded})"

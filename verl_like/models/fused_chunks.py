@@ -1,4 +1,4 @@
-"""One chunk of logits -> per-token numbers, and back to the gradient of the logits, in plain torch operations.
+"""Reduction of one chunk of logits to per-token numbers, and the gradient of the logits, in plain torch operations.
 
 Notation and formulas: verl_like/models/fused_linear.py. A chunk's logits arrive as h W^T + bias in float32 and are
 overwritten. `fused_triton.py` has the same two functions as kernels that touch each logit once.
@@ -19,14 +19,14 @@ REDUCTIONS = (LOG_PROBS, ENTROPY, SUM_PI_SQUARED, FULL_KL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitRule:
-    """z = cap(scale * logits) / temperature with cap(x) = softcap * tanh(x / softcap)."""
+    """Transformation of logits: z = cap(scale * logits) / temperature with cap(x) = softcap * tanh(x / softcap)."""
 
     scale: float = 1.0
     softcap: float | None = None
     temperature: float = 1.0
 
     def apply_(self, logits_cV: Tensor) -> Tensor:
-        """z, in place."""
+        """Turn logits into z, in place."""
         if self.scale != 1.0:
             logits_cV.mul_(self.scale)
         if self.softcap is not None:
@@ -34,16 +34,17 @@ class LogitRule:
         return logits_cV if self.temperature == 1.0 else logits_cV.div_(self.temperature)
 
     def cap_slope_(self, z_cV: Tensor) -> Tensor:
-        """d cap(x) / d x = 1 - (cap(x) / softcap)^2 in place of z; only with a soft-cap."""
+        """Compute d cap(x) / d x = 1 - (cap(x) / softcap)^2 in place of z; only with a soft-cap."""
         assert self.softcap is not None
         return z_cV.mul_(self.temperature / self.softcap).square_().neg_().add_(1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Coefficients:
-    """Gradient of the loss in log p_j (per token): p_j (a log p_j + b p_j + d (log p_j - log q_j) + constant).
+    """Coefficients of the gradient of the loss in log p_j, per token.
 
-    At the target `label` is added. What no wanted reduction has is None.
+    The gradient is p_j (a log p_j + b p_j + d (log p_j - log q_j) + constant), plus `label` at the target. A
+    coefficient that no wanted reduction has is None.
     """
 
     label: Tensor | None
@@ -53,11 +54,11 @@ class Coefficients:
     constant: Tensor
 
     def of(self, part: slice) -> Coefficients:
-        """Those of a chunk's tokens."""
+        """Select the coefficients of a chunk's tokens."""
         return self._each(lambda t: t[part])
 
     def times(self, factor: float) -> Coefficients:
-        """Those of `factor` times the loss."""
+        """Coefficients of `factor` times the loss."""
         return self if factor == 1.0 else self._each(lambda t: t * factor)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Coefficients:
@@ -88,7 +89,10 @@ def coefficients(upstream: dict[str, Tensor], values: dict[str, Tensor]) -> Coef
 def reduce_chunk(
     log_p_cV: Tensor, gap_cV: Tensor | None, targets_c: Tensor, names: tuple[str, ...]
 ) -> dict[str, Tensor]:
-    """{name: [c]}; `gap`: log p - log q, for full_kl."""
+    """Compute the reductions of a chunk: {name: [c]}.
+
+    gap_cV: log p - log q, for full_kl; None without it.
+    """
     values, p_cV = {}, None
     for name in names:
         if name == LOG_PROBS:
@@ -106,7 +110,7 @@ def reduce_chunk(
 
 
 def log_softmax_(z_cV: Tensor) -> tuple[Tensor, Tensor]:
-    """(log p in place of z, logsumexp [c])."""
+    """Compute log p in place of z, and logsumexp [c]; return both."""
     lse_c = torch.logsumexp(z_cV, -1)
     return z_cV.sub_(lse_c[:, None]), lse_c
 
@@ -121,7 +125,17 @@ def slope_chunk(
     *,
     reuse: bool,
 ) -> Tensor:
-    """Gradient of the loss in scale / temperature * (h W^T + bias), [c, V]. `reuse`: log p may be overwritten."""
+    """Compute the gradient of the loss in scale / temperature * (h W^T + bias), [c, V].
+
+    Args:
+        log_p_cV: log-probs of the chunk.
+        gap_cV: log p - log q, for full_kl; None without it.
+        lse_c: logsumexp of each token's z.
+        targets_c: target of each token, int64.
+        at: coefficients of the gradient.
+        rule: transformation of the logits.
+        reuse: log_p_cV may be overwritten.
+    """
     inner = None if rule.softcap is None else rule.cap_slope_(log_p_cV + lse_c[:, None])
     if at.log_p is None and at.p is None and at.gap is None:
         slope = (log_p_cV.exp_() if reuse else log_p_cV.exp()).mul_(at.constant[:, None])

@@ -1,4 +1,4 @@
-"""Per-token numbers (log-prob, entropy ...) straight from hidden states and the head's weight, without a [N, V] tensor.
+"""Per-token numbers (log-prob, entropy ...) from hidden states and the head's weight, without a [N, V] tensor.
 
 For z = cap(scale * (h W^T + bias)) / temperature over V entries, p = softmax(z) and a target y, the value and the
 gradient in z_j of each reduction are
@@ -47,7 +47,7 @@ Backend = Literal["torch", "triton"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Head:
-    """A language-model head: logits = cap(scale * (h W^T + bias)) over the first `vocab_size` rows of the weight.
+    """Language-model head: logits = cap(scale * (h W^T + bias)) over the first `vocab_size` rows of the weight.
 
     `vocab_size`: fewer than the weight's rows where the vocabulary is padded beyond the tokenizer; None: all rows.
     `softcap`: c of cap(x) = c * tanh(x / c) (Gemma 2, arXiv 2408.00118, section 2), applied before the temperature.
@@ -65,18 +65,18 @@ class Head:
         return rows if self.vocab_size is None else min(self.vocab_size, rows)
 
     def logits(self, hidden_cH: Tensor) -> Tensor:
-        """h W^T + bias, [c, V] in float32: a new tensor."""
+        """Compute h W^T + bias, [c, V] in float32: a new tensor."""
         logits = _matmul(hidden_cH, self.weight_VH[: self.rows()].t(), compute_dtype(hidden_cH))
         return logits if self.bias_V is None else logits.add_(self.bias_V[: self.rows()])
 
     def rule(self, temperature: float) -> LogitRule:
-        """What happens to the logits before the softmax."""
+        """Transformation of the logits before the softmax."""
         return LogitRule(scale=self.scale, softcap=self.softcap, temperature=temperature)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reference:
-    """The other distribution of `full_kl`: hidden states of the same tokens, and their head. No gradient enters it."""
+    """Other distribution of `full_kl`: hidden states of the same tokens, and their head. No gradient enters it."""
 
     hidden_NH: Tensor
     head: Head
@@ -93,9 +93,19 @@ def fused_reductions(
     backend: Backend = "torch",
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> dict[str, Tensor]:
-    """{name: [N]} in float32 for every name of `want` (see REDUCTIONS); differentiable in hidden, weight and bias.
+    """Compute {name: [N]} in float32 for every name of `want`; differentiable in hidden, weight and bias.
 
-    backend: "torch", or "triton" for kernels that touch each logit once (CUDA; full_kl and float64 stay with torch).
+    Args:
+        hidden_NH: final hidden states of the tokens.
+        head: the output head.
+        targets_N: target of each token, int64.
+        want: names out of REDUCTIONS.
+        temperature: logits are divided by it.
+        reference: the other distribution of full_kl.
+        backend: "torch", or "triton" for kernels that touch each logit once (CUDA; full_kl and float64 stay with
+            torch).
+        chunk_elements: largest number of logits at a time.
+
     Raises ValueError for an unknown name, and for full_kl without a reference of the same vocabulary.
     """
     names = _checked(want, head, reference)
@@ -123,10 +133,18 @@ def full_logits_reductions(
     entropy_rows: int | None = None,
     recompute_entropy: bool = False,
 ) -> dict[str, Tensor]:
-    """The same through a full [N, V] logits tensor and autograd: the reference that the fused function must equal.
+    """Compute `fused_reductions` through a full [N, V] logits tensor and autograd: the values it must equal.
 
-    entropy_rows: so many tokens at a time in the entropy (None: all). recompute_entropy: its [N, V] intermediates are
-    not kept for the backward pass, which computes them again.
+    Args:
+        hidden_NH: final hidden states of the tokens.
+        head: the output head.
+        targets_N: target of each token, int64.
+        want: names out of REDUCTIONS.
+        temperature: logits are divided by it.
+        reference: the other distribution of full_kl.
+        entropy_rows: so many tokens at a time in the entropy; None: all.
+        recompute_entropy: do not keep the entropy's [N, V] intermediates for the backward pass, which computes them
+            again.
     """
     log_p, values = _plain_log_softmax(hidden_NH, head, temperature), {}
     for name in _checked(want, head, reference):
@@ -149,7 +167,7 @@ def _plain_entropy(log_p_NV: Tensor) -> Tensor:
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """What softmax and sums are computed in: float32, or float64 for float64."""
+    """Precision of softmax and sums: float32, or float64 for float64."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
@@ -179,7 +197,11 @@ def _plain_log_softmax(hidden: Tensor, head: Head, temperature: float) -> Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Call:
-    """What one call computes. `chunk`: tokens at a time; `keep`: log-probs of all V stay for the backward pass."""
+    """Arguments of one call.
+
+    chunk: tokens at a time.
+    keep: log-probs of all V stay for the backward pass.
+    """
 
     names: tuple[str, ...]
     head: Head
@@ -194,7 +216,7 @@ class _Call:
             yield slice(start, min(start + self.chunk, total))
 
     def gap(self, log_p_cV: Tensor, part: slice) -> Tensor | None:
-        """log p - log q of a chunk, [c, V]."""
+        """Compute log p - log q of a chunk, [c, V]; None without a reference."""
         if self.reference is None:
             return None
         other = self.reference.head
@@ -260,7 +282,7 @@ class _FusedReductions(torch.autograd.Function):
 
 
 def _triton() -> ModuleType:
-    """Imported at its first use: triton comes with torch's CUDA builds alone."""
+    """Import the Triton kernels at their first use: triton comes with torch's CUDA builds alone."""
     from verl_like.models import fused_triton
 
     return fused_triton
@@ -288,14 +310,14 @@ def _recompute(call: _Call, hidden: Tensor, lse: Tensor, part: slice) -> tuple[T
 
 
 def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b in `dtype`; where the device can, a half-precision product is never rounded to half precision."""
+    """Compute a @ b in `dtype`; where the device can, a half-precision product is never rounded to half precision."""
     if a.is_cuda and a.dtype != dtype:
         return torch.mm(a, b, out_dtype=dtype)
     return (a @ b).to(dtype)
 
 
 def _accumulate(total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
-    """total [V, H] += grad_logits^T hidden; through slabs of rows where the product has another precision."""
+    """Add grad_logits^T hidden to total [V, H]; through slabs of rows where the product has another precision."""
     if total.dtype == hidden.dtype:
         total.addmm_(grad_logits.t(), hidden)
         return

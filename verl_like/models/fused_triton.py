@@ -1,4 +1,4 @@
-"""The chunk arithmetic of `fused_chunks.py` as Triton kernels that touch each logit once. CUDA; imported lazily.
+"""Triton kernels for the chunk arithmetic of `fused_chunks.py`, which touch each logit once. CUDA; imported lazily.
 
 One program works on one token's row of logits z (float32, after scale, soft-cap and temperature). Forward: an online
 softmax (running maximum m, sums of e^(z-m), z e^(z-m) and e^(2(z-m)), rescaled when m grows) gives logsumexp,
@@ -21,7 +21,7 @@ _BLOCK = 4096  # logits a program holds at a time
 
 
 def reduce_rows(z_cV: Tensor, targets_c: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """({name: [c]} for all of REDUCTIONS, logsumexp [c]); the logits stay as they are."""
+    """Compute ({name: [c]} for all of REDUCTIONS, logsumexp [c]); the logits stay as they are."""
     out = torch.empty(4, len(z_cV), dtype=torch.float32, device=z_cV.device)
     _forward_kernel[(len(z_cV),)](  # pyright: ignore[reportIndexIssue]
         z_cV, targets_c, out, out.stride(0), z_cV.stride(0), z_cV.shape[1], _block(z_cV.shape[1])
@@ -30,7 +30,7 @@ def reduce_rows(z_cV: Tensor, targets_c: Tensor) -> tuple[dict[str, Tensor], Ten
 
 
 def slope_rows_(z_cV: Tensor, lse_c: Tensor, targets_c: Tensor, at: Coefficients) -> Tensor:
-    """Gradient of the loss in z, in place of z."""
+    """Compute the gradient of the loss in z, in place of z."""
     zero = torch.zeros_like(at.constant)
     label, log_p, p = (zero if t is None else t.contiguous() for t in (at.label, at.log_p, at.p))
     _backward_kernel[(len(z_cV),)](  # pyright: ignore[reportIndexIssue]

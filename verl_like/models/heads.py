@@ -1,4 +1,4 @@
-"""The module whose forward the engine calls: a Hugging Face model with per-token answers.
+"""Modules whose forward the engine calls: a Hugging Face model with per-token answers.
 
 Policy and value model run their head inside this forward, because FSDP gathers the weights of the root module's own
 parameters (embedding, final norm, head) only there.
@@ -25,7 +25,7 @@ HF_PREFIX = "hf."  # `TokenModel.hf` holds the Hugging Face model: the rest of a
 
 
 class TokenModel(nn.Module):
-    """Base of both: the Hugging Face model under `hf`, and the hidden states of the wanted tokens."""
+    """Base of policy and value model: the Hugging Face model under `hf`, and the hidden states of the wanted tokens."""
 
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class TokenModel(nn.Module):
         return found
 
     def hidden_states(self, inputs: ModelInput) -> Tensor:
-        """[N, H] final hidden states of the wanted tokens; all other tokens are dropped here."""
+        """Compute the final hidden states [N, H] of the wanted tokens; all other tokens are dropped here."""
         kwargs = inputs.model_kwargs() | {"use_cache": False}
         if inputs.images is None:
             output = self.hf.base_model(input_ids=inputs.input_ids, **kwargs)
@@ -49,7 +49,7 @@ class TokenModel(nn.Module):
 
 
 class PolicyModel(TokenModel):
-    """Causal language model -> log-prob, entropy and other reductions of the wanted tokens' distributions."""
+    """Causal language model that answers with log-prob, entropy and other reductions of the wanted tokens."""
 
     def __init__(self, hf: PreTrainedModel, *, vocab_size: int | None, fused: bool, backend: Backend = "torch") -> None:
         super().__init__(hf)
@@ -58,14 +58,16 @@ class PolicyModel(TokenModel):
         self.logit_scale, self.softcap = logit_rule(hf)
 
     def save_entropy_memory(self, *, chunked: bool, recomputed: bool) -> None:
-        """verl's entropy_from_logits_with_chunking and entropy_checkpointing, where full logits are used: the fused
-        function does both anyhow."""
+        """Set verl's entropy_from_logits_with_chunking and entropy_checkpointing, for full logits.
+
+        The fused function does both anyhow.
+        """
         if self.reduce is full_logits_reductions:
             rows = _ENTROPY_ROWS if chunked else None
             self.reduce = partial(full_logits_reductions, entropy_rows=rows, recompute_entropy=recomputed)
 
     def head(self) -> Head:
-        """The output head; inside the root module's forward its weight is the gathered one."""
+        """Output head; inside the root module's forward its weight is the gathered one."""
         output = self.hf.get_output_embeddings()
         return Head(
             weight_VH=output.weight,
@@ -78,7 +80,7 @@ class PolicyModel(TokenModel):
     def forward(
         self, inputs: ModelInput, want: frozenset[str], temperature: float, reference: Reference | None = None
     ) -> dict[str, Tensor]:
-        """{name of `want`: [N]} float32, under logits / temperature; the names are those of `fused_linear`.
+        """Compute {name of `want`: [N]} in float32, under logits / temperature; names are those of `fused_linear`.
 
         Wanted alone, `HIDDEN` gives the final hidden states [N, H]: a reference's part of `full_kl`.
         """
@@ -92,7 +94,7 @@ class ValueModel(TokenModel):
     """Backbone and a linear head with one output: {"values": [N]} float32."""
 
     def forward(self, inputs: ModelInput, want: frozenset[str], temperature: float) -> dict[str, Tensor]:
-        """`want` and `temperature` are those of `PolicyModel`; a value has no use for them."""
+        """Compute the values. `want` and `temperature` are there as in `PolicyModel`; a value has no use for them."""
         hidden = self.hidden_states(inputs).float()
         return {"values": hidden @ self.hf.score.weight.float()[0]}
 
@@ -119,7 +121,7 @@ def attach_value_head(hf: PreTrainedModel, weight_1H: Tensor | None) -> None:
 
 
 def logit_rule(hf: PreTrainedModel) -> tuple[float, float | None]:
-    """(scale, softcap) that the model applies to its logits; refuses heads that are no linear layer.
+    """Read (scale, softcap) that the model applies to its logits; refuses heads that are no linear layer.
 
     Granite divides by logits_scaling, Cohere multiplies by logit_scale, Gemma 2 soft-caps.
     """
@@ -133,7 +135,7 @@ def logit_rule(hf: PreTrainedModel) -> tuple[float, float | None]:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """ "float32" | "fp32" | "bfloat16" | "bf16" | "float16" | "fp16" -> torch dtype."""
+    """Convert "float32", "fp32", "bfloat16", "bf16", "float16" or "fp16" to the torch dtype."""
     known = {
         **dict.fromkeys(("float32", "fp32"), torch.float32),
         **dict.fromkeys(("bfloat16", "bf16"), torch.bfloat16),

@@ -1,5 +1,4 @@
-"""Images of dataset rows: handles are opened here, in whichever process needs the pixels, and nowhere else (what
-videos hold: videos.py).
+"""Images of dataset rows, opened here, in whichever process needs the pixels, and nowhere else (videos: videos.py).
 
 A handle (`batch.MediaHandle`) names a cell of a parquet file, a path or a URL. What a cell holds: {"bytes": ...}
 (Hugging Face's form), bytes, a path, a URL of any scheme that fsspec knows, data:image/png;base64,..., or a dictionary
@@ -32,16 +31,19 @@ _GROUPS = 4  # row groups kept in memory: rows of a batch are often neighbours
 
 
 class MediaError(ValueError):
-    """An image or video that cannot be used: the message names the row and says what is wrong with it."""
+    """Error of an image or video that cannot be used: the message names the row and says what is wrong with it."""
 
 
 def place_of(handle: MediaHandle) -> str:
-    """The image or video, for messages."""
+    """Name the image or video, for messages."""
     return f"{handle.path}, row {handle.row}: {handle.kind} {handle.number} of column {handle.column!r}"
 
 
 def header(handle: MediaHandle, max_megapixels: float) -> tuple[int, int]:
-    """(width, height) as it is shown, without decoding it. MediaError: missing, no image, or larger than allowed."""
+    """Read (width, height) as the image is shown, without decoding it.
+
+    Raises MediaError: missing, no image, or larger than allowed.
+    """
     image, data = _opened(handle, cell_of(handle))
     with image:
         marked = any(mark in data for mark in _MARKS.get(str(image.format), (b"",)))
@@ -50,7 +52,7 @@ def header(handle: MediaHandle, max_megapixels: float) -> tuple[int, int]:
 
 
 def bounded(handle: MediaHandle, size: tuple[int, int], max_megapixels: float) -> tuple[int, int]:
-    """This (width, height). MediaError where it is larger than allowed."""
+    """Return `size` (width, height). Raises MediaError where it is larger than allowed."""
     width, height = size
     if width * height > max_megapixels * 1e6:
         raise MediaError(
@@ -61,8 +63,10 @@ def bounded(handle: MediaHandle, size: tuple[int, int], max_megapixels: float) -
 
 
 def decoded(handle: MediaHandle, value: Any = None) -> Image.Image:
-    """The image as a viewer shows it; the one that `value` names, where it is not the whole cell. MediaError where it
-    is damaged."""
+    """Decode the image as a viewer shows it. Raises MediaError where it is damaged.
+
+    value: the part of the cell that holds or names the image; None: the whole cell.
+    """
     image, _ = _opened(handle, cell_of(handle) if value is None else value)
     with image:
         try:
@@ -73,7 +77,7 @@ def decoded(handle: MediaHandle, value: Any = None) -> Image.Image:
 
 
 def shown(image: Image.Image) -> Image.Image:
-    """The image in RGB: upright, white behind what is transparent, eight bits of all its depth."""
+    """Convert the image to RGB: upright, white behind what is transparent, eight bits of all its depth."""
     if (turn := _turn(image)) is not None:
         image = image.transpose(turn)
     if image.mode in ("I", "F") or image.mode.startswith("I;"):
@@ -87,7 +91,7 @@ def shown(image: Image.Image) -> Image.Image:
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """Of deeper grey: integers are of 16 bits, fractions up to 1 or to 255, unless one is larger."""
+    """Convert deeper grey to eight bits: integers have 16, fractions go up to 1 or to 255, unless one is larger."""
     grey = np.nan_to_num(np.asarray(image, dtype=np.float64), posinf=0.0, neginf=0.0)
     tops = (1.0, 255.0, 65535.0) if image.mode == "F" else (65535.0,)
     top = next((top for top in tops if grey.max() <= top), grey.max())
@@ -96,7 +100,7 @@ def _eight_bits(image: Image.Image) -> Image.Image:
 
 
 def _turn(image: Image.Image) -> Image.Transpose | None:
-    """What turns it upright."""
+    """Find the rotation that turns the image upright; None where it is, or its EXIF is of no known form."""
     try:
         return _TURN.get(image.getexif().get(ExifTags.Base.Orientation, 1))
     except Exception:  # EXIF of no known form: shown as it lies
@@ -104,7 +108,7 @@ def _turn(image: Image.Image) -> Image.Transpose | None:
 
 
 def _opened(handle: MediaHandle, value: Any) -> tuple[Image.Image, bytes]:
-    """The image, not decoded, and its file."""
+    """Open the image, not decoded; return it and its file."""
     data = read(handle, value)
     try:
         return Image.open(io.BytesIO(data)), data
@@ -113,7 +117,7 @@ def _opened(handle: MediaHandle, value: Any) -> tuple[Image.Image, bytes]:
 
 
 def read(handle: MediaHandle, value: Any) -> bytes:
-    """The file that `value` holds or names."""
+    """Read the file that `value` holds or names."""
     while isinstance(value, dict):
         value = next((value[key] for key in PLACES if value.get(key)), None)
     if isinstance(value, bytes) and value:
@@ -135,12 +139,12 @@ def read(handle: MediaHandle, value: Any) -> bytes:
 
 
 def local_path(handle: MediaHandle, value: str) -> Path:
-    """A path in a cell, which may begin at the data file's folder."""
+    """Resolve a path in a cell, which may begin at the data file's folder."""
     return Path(handle.path).parent / Path(value).expanduser()
 
 
 def cell_of(handle: MediaHandle) -> Any:
-    """What names the image or video."""
+    """Read the cell that names the image or video. Raises MediaError where it cannot be read."""
     if handle.source:
         return handle.source
     try:

@@ -1,4 +1,4 @@
-"""Other functions put into a loaded model's own modules, never into transformers: norms, rotary embedding, gated MLPs.
+"""Replacement of functions in a loaded model's own modules, never in transformers: norms, rotary embedding, gated MLPs.
 
 Known classes alone are touched; everything else keeps transformers' code. Where an input or a weight is a DTensor
 (tensor parallelism) the module's own forward answers.
@@ -43,7 +43,10 @@ _ROTARY = "apply_rotary_pos_emb"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Functions:
-    """What is put in. `gated`: class name of an MLP's activation -> f(gate, up); other activations stay as they are."""
+    """Functions to put into a model.
+
+    `gated`: class name of an MLP's activation -> f(gate, up); other activations stay as they are.
+    """
 
     rms_norm: Callable[..., Tensor] = lean_ops.rms_norm  # (x, weight, eps, *, one_plus)
     rotary: Callable[..., tuple[Tensor, Tensor]] = lean_ops.apply_rotary  # (q, k, cos, sin, unsqueeze_dim)
@@ -52,7 +55,7 @@ class Functions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replaced:
-    """How many modules got which function."""
+    """Number of modules that got each function."""
 
     norms: int = 0
     rotaries: int = 0
@@ -109,14 +112,14 @@ def _mlp_forward(gated: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Ten
 
 
 def _calls_rotary(attention: type[nn.Module]) -> bool:
-    """Whether the forward of this class is a plain function that calls transformers' rotary function by its name."""
+    """True where the forward of this class is a plain function that calls transformers' rotary function by its name."""
     forward = attention.forward
     plain = isinstance(forward, FunctionType) and not hasattr(forward, "__wrapped__")
     return plain and _ROTARY in forward.__code__.co_names and _ROTARY in forward.__globals__
 
 
 def _rotary_forward(attention: type[nn.Module], other: Callable[..., tuple[Tensor, Tensor]]) -> FunctionType:
-    """The class's own code, with one name of its globals bound to the other function."""
+    """Copy the class's own forward, with one name of its globals bound to the other function."""
     own = attention.forward
     usual = own.__globals__[_ROTARY]
 
@@ -132,7 +135,7 @@ def _rotary_forward(attention: type[nn.Module], other: Callable[..., tuple[Tenso
 
 
 def check_liger(config: PretrainedConfig, device: torch.device) -> None:
-    """Raises ValueError, with the fix, where the kernels cannot run on this device or do not know this model."""
+    """Check that Liger's kernels run on this device and know this model; raises ValueError, with the fix, otherwise."""
     if device.type != "cuda":
         raise ValueError("model.use_liger=True needs a CUDA device: set it to False")
     if importlib.util.find_spec("liger_kernel") is None:
@@ -146,7 +149,7 @@ def check_liger(config: PretrainedConfig, device: torch.device) -> None:
 
 
 def liger_functions(*, products_are_kept: bool) -> Functions:
-    """Liger's functions. SiLU and tanh-approximated GELU are the activations that it has kernels for.
+    """Collect Liger's functions. SiLU and tanh-approximated GELU are the activations that it has kernels for.
 
     products_are_kept: selective recomputation keeps the results of matrix products for the backward pass. Liger rotates
     queries and keys in place, and where nothing is recomputed nobody notices; here the kept projections would be

@@ -23,12 +23,15 @@ from torch.autograd.function import once_differentiable
 
 
 def rms_norm(x: Tensor, weight_H: Tensor, eps: float, *, one_plus: bool) -> Tensor:
-    """[..., H] normalised over H and scaled by the weight, or by one plus the weight (Gemma)."""
+    """Normalise [..., H] over H and scale it by the weight, or by one plus the weight (Gemma)."""
     return _RMSNorm.apply(x, weight_H, eps, one_plus)
 
 
 def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """As transformers' `apply_rotary_pos_emb`: cos and sin [B, T, D]; no gradient enters them."""
+    """Rotate queries and keys as transformers' `apply_rotary_pos_emb`.
+
+    cos and sin are [B, T, D]; no gradient enters them.
+    """
     first, second = sin.chunk(2, -1)
     cos, signed = (t.unsqueeze(unsqueeze_dim) for t in (cos, torch.cat((-first, second), -1)))
     return _Rotary.apply(q, cos, signed), _Rotary.apply(k, cos, signed)
@@ -78,7 +81,7 @@ class _Rotary(torch.autograd.Function):
 
 
 def _swapped(x: Tensor) -> Tensor:
-    """The two halves of the last axis exchanged, in the input's own memory order."""
+    """Exchange the two halves of the last axis, in the input's own memory order."""
     swapped = torch.empty_like(x)
     for target, source in zip(swapped.chunk(2, -1), reversed(x.chunk(2, -1)), strict=True):
         target.copy_(source)
@@ -86,5 +89,5 @@ def _swapped(x: Tensor) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """The tensor itself, or half precision in float32."""
+    """Return the tensor itself, or half precision in float32."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()

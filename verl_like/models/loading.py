@@ -48,9 +48,9 @@ Kind = Literal["policy", "value"]
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False, key: str = "actor_rollout_ref.model.path") -> Any:
-    """The tokenizer of a model folder, with a pad token (the end token where none is set).
+    """Load the tokenizer of a model folder, with a pad token (the end token where none is set).
 
-    ValueError, naming `key`, where there is none.
+    Raises ValueError, naming `key`, where there is none.
     """
     fix = "save the model's tokenizer in the folder (tokenizer.save_pretrained)"
     fix += ", or name another: data.tokenizer" if "." in key else ""  # not of a verb that takes a model alone
@@ -68,7 +68,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False, key: str = "actor
 
 
 def load_hf_config(model: ModelConfig, key: str = "model.path") -> PretrainedConfig:
-    """The model's Hugging Face config with `override_config` applied; unknown names in it are a ValueError.
+    """Load the model's Hugging Face config with `override_config` applied. Raises ValueError for unknown names in it.
 
     key: what messages call the model's path.
     """
@@ -95,8 +95,10 @@ def load_hf_config(model: ModelConfig, key: str = "model.path") -> PretrainedCon
 
 @contextmanager
 def _usable_config(model: ModelConfig, key: str = "model.path") -> Iterator[None]:
-    """ValueError, naming key and path, for whatever transformers, or a model's own code, raises for a config that
-    describes no model."""
+    """Turn any error inside into a ValueError that names key and path.
+
+    transformers, or a model's own code, raises errors of many kinds for a config that describes no model.
+    """
     try:
         yield
     except Exception as error:
@@ -105,8 +107,11 @@ def _usable_config(model: ModelConfig, key: str = "model.path") -> Iterator[None
 
 
 def load_generation_config(path: str, key: str = "model.path") -> dict[str, Any]:
-    """What the generation_config.json of a model says; nothing where there is none. ValueError, naming `key`, for one
-    that cannot be read: which tokens end a response may stand there alone."""
+    """Read the generation_config.json of a model; empty where there is none.
+
+    Raises ValueError, naming `key`, for one that cannot be read: it may be the only file that names the tokens that end
+    a response.
+    """
     absent = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")}
     try:
         file = cached_file(local_folder(path, key), "generation_config.json", **absent)
@@ -117,19 +122,22 @@ def load_generation_config(path: str, key: str = "model.path") -> dict[str, Any]
 
 
 def write_generation_config(folder: Path, path: str, end_ids: Sequence[int]) -> None:
-    """Write the generation_config.json of a trained model: what that of `path` says, and all that ended its responses,
-    so that it ends them wherever it is used."""
+    """Write the generation_config.json of a trained model, so that its responses end the same wherever it is used.
+
+    It holds the settings of `path`, and all ids that ended the model's responses.
+    """
     said = load_generation_config(str(folder)) | load_generation_config(path) | {"eos_token_id": list(end_ids)}
     said.pop("_from_model_config", None)  # transformers would make it anew from config.json
     (folder / "generation_config.json").write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
 
 
 def end_token_ids(tokenizer: Any, config: PretrainedConfig, path: str, key: str = "model.path") -> tuple[int, ...]:
-    """Every id that ends a response: those of the tokenizer, of config.json (with override_config) and of
-    generation_config.json together. Chat models often have two, and any of the three may be the only one to know one.
+    """Collect every id that ends a response, from tokenizer, config.json and generation_config.json together.
 
-    Ids that the tokenizer does not have are never sampled: left out, with a warning. ValueError, naming `key`, for what
-    is no id, and where none is left.
+    config.json counts with override_config. Chat models often have two ids, and any of the three may be the only one to
+    know one. Ids that the tokenizer does not have are never sampled: left out, with a warning.
+
+    Raises ValueError, naming `key`, for an id that is not a whole number, and where none is left.
     """
     read = {"the tokenizer": [tokenizer.eos_token_id]}
     read["config.json"] = [part.eos_token_id for part in (config, config.get_text_config()) if "eos_token_id" in part]
@@ -161,9 +169,16 @@ def build_token_model(
     seed: int,
     empty: bool = False,
 ) -> TokenModel:
-    """The model on the CPU with its weights, ready to be sharded.
+    """Build the model on the CPU with its weights, ready to be sharded.
 
-    empty: on the meta device without weights, for ranks that get them from rank 0 (parallel/materialize.py).
+    Args:
+        model: model section of the configuration.
+        hf_config: its Hugging Face config.
+        kind: policy or value model.
+        dtype: precision of the weights.
+        vocab_size: token ids from here on are masked out of the softmax; None keeps the whole vocabulary.
+        seed: of the weights that no file holds.
+        empty: build on the meta device without weights, for ranks that get them from rank 0 (parallel/materialize.py).
     """
     if empty:
         hf = _meta_hf(model, hf_config, kind, dtype)
@@ -173,7 +188,7 @@ def build_token_model(
 
 
 def replace_functions(hf: PreTrainedModel, model: ModelConfig, device: torch.device, *, compiled: bool) -> None:
-    """Faster functions in the model's own modules: Liger's where asked for, the lean ones on a CPU unless compiled.
+    """Put faster functions into the model's modules: Liger's where asked for, lean ones on a CPU unless compiled.
 
     The reference path (padded rows, full logits) stays plain.
     """
@@ -185,7 +200,7 @@ def replace_functions(hf: PreTrainedModel, model: ModelConfig, device: torch.dev
 
 
 def build_meta_model(model: ModelConfig, hf_config: PretrainedConfig, *, kind: Kind) -> TokenModel:
-    """The same module tree without memory: its names and shapes are what a full model must have."""
+    """Build the module tree without memory: its names and shapes are those that a full model must have."""
     return _wrap(_meta_hf(model, hf_config, kind, torch.float32), model, kind, None)
 
 
@@ -204,7 +219,7 @@ def _meta_hf(model: ModelConfig, hf_config: PretrainedConfig, kind: Kind, dtype:
 
 
 def _implementations(model: ModelConfig, config: PretrainedConfig) -> dict[str, Any]:
-    """Attention: ours for packed tokens, or transformers' own for padded rows. Experts: what was asked for."""
+    """Choose the implementations of attention (ours for packed tokens, transformers' for padded rows) and experts."""
     chosen: dict[str, Any] = {"attn_implementation": attention.ATTENTION_NAME}
     if not uses_packing(model):
         chosen = {"attn_implementation": families.padded_attention(config)}
@@ -219,15 +234,18 @@ def _implementations(model: ModelConfig, config: PretrainedConfig) -> dict[str, 
 
 
 def has_weights(path: str) -> bool:
-    """False only for a local folder without weight files; a hub name is taken to have them."""
+    """Check for weights: False only for a local folder without weight files; a hub name is taken to have them."""
     folder = Path(local_folder(path))
     patterns = ("*.safetensors", "pytorch_model*.bin")
     return not folder.is_dir() or any(next(folder.glob(pattern), None) for pattern in patterns)
 
 
 def check_weights(model: ModelConfig, whole: TokenModel) -> None:
-    """ValueError for weight files of a local folder that are absent, cut short or stand for others, and for tensors
-    that are not there in the shape of `whole`'s: of them transformers would draw random ones."""
+    """Check that the weight files of a local folder hold every tensor of `whole`, in its shape.
+
+    Raises ValueError for files that are absent, cut short or stand for others, and for tensors that are missing or of
+    another shape: transformers would draw random ones.
+    """
     folder, told = Path(local_folder(model.path)), f"model.path={model.path}: its weights"
     one, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     fix = "download the model again, or correct its config.json"
@@ -258,7 +276,10 @@ def check_weights(model: ModelConfig, whole: TokenModel) -> None:
 
 
 def check_backend(model: ModelConfig, config: PretrainedConfig, device: torch.device) -> None:
-    """Raises ValueError for Triton kernels where there is no GPU, and for Liger's where they cannot be used."""
+    """Check that the kernels asked for run here.
+
+    Raises ValueError for Triton kernels where there is no GPU, and for Liger's where they cannot be used.
+    """
     if model.use_liger:
         check_liger(config, device)
     if model.use_fused_kernels and model.fused_kernel_options.impl_backend == "triton" and device.type != "cuda":
@@ -266,7 +287,7 @@ def check_backend(model: ModelConfig, config: PretrainedConfig, device: torch.de
 
 
 def check_ulysses(model: ModelConfig, config: PretrainedConfig, size: int) -> None:
-    """Raises ValueError where the model cannot be run on slices of its sequences, `size` ranks each."""
+    """Check that the model can run on slices of its sequences, `size` ranks each; raises ValueError otherwise."""
     if size == 1:
         return
     families.refuse_vision(config, f"ulysses_sequence_parallel_size={size}", "set it to 1")
@@ -280,18 +301,21 @@ def check_ulysses(model: ModelConfig, config: PretrainedConfig, size: int) -> No
 
 
 def uses_packing(model: ModelConfig) -> bool:
-    """Packed input through our own attention function, or padded rows through transformers' SDPA (reference path)."""
+    """True for packed input through our own attention, false for padded rows through transformers' (reference path)."""
     return model.use_remove_padding
 
 
 def shares_prompts(model: ModelConfig) -> bool:
-    """Whether rows of a micro-batch that have the same prompt compute it once; only packed rows can."""
+    """True where rows of a micro-batch with the same prompt compute it once; only packed rows can."""
     return uses_packing(model) and model.share_prompts
 
 
 def sharding_units(model: TokenModel, fsdp: FSDPConfig) -> list[nn.Module]:
-    """Modules sharded as one unit each, inner before outer: wrap_policy's classes, modules of at least min_num_params,
-    or the blocks that transformers itself would not split. Embedding and head stay with the root, which uses them."""
+    """Choose the modules sharded as one unit each, inner before outer.
+
+    They are wrap_policy's classes, modules of at least min_num_params, or the blocks that transformers itself would not
+    split. Embedding and head stay with the root, which uses them.
+    """
     policy = fsdp.wrap_policy
     if policy.min_num_params and not policy.transformer_layer_cls_to_wrap:
         return sized_units(model, policy.min_num_params, _root_modules(model.hf))
@@ -313,8 +337,11 @@ def _root_modules(hf: PreTrainedModel) -> list[nn.Module]:
 
 
 def _check_router_loss(model: ModelConfig, config: PretrainedConfig) -> None:
-    """The load-balancing loss of transformers is a product of two means over whatever tokens one forward pass holds: it
-    would depend on how a mini-batch is cut. It is never applied, and whoever asks for it is told."""
+    """Warn, or refuse, where the config asks for the load-balancing loss of transformers, which is never applied.
+
+    It is a product of two means over whatever tokens one forward pass holds, so it would depend on how a mini-batch is
+    cut.
+    """
     text = config.get_text_config()
     if "output_router_logits" not in text or not text.output_router_logits:
         return
@@ -337,7 +364,7 @@ def _wrap(hf: PreTrainedModel, model: ModelConfig, kind: Kind, vocab_size: int |
 
 
 def _refuse_saved_buffers(hf: PreTrainedModel) -> None:
-    """What a checkpoint holds beside parameters would be lost on its way to the rollout engine and to disk."""
+    """Raise ValueError for a model with saved buffers: they would reach neither the rollout engine nor the disk."""
     buffers = hf.state_dict().keys() - dict(hf.named_parameters(remove_duplicate=False)).keys()
     if buffers:
         raise ValueError(
@@ -379,7 +406,7 @@ def _load_weights(
 
 
 def _stored_tensor(folder: Path, name: str) -> Tensor | None:
-    """One tensor out of the safetensors files of a folder, if it is there."""
+    """Read one tensor out of the safetensors files of a folder; None where it is not there."""
     for file in sorted(folder.glob("*.safetensors")):
         with opened_tensors(file) as stored:
             if name in stored.keys():  # noqa: SIM118 (not a dict)
@@ -388,9 +415,10 @@ def _stored_tensor(folder: Path, name: str) -> Tensor | None:
 
 
 def check_score_head(model: ModelConfig, hf_config: PretrainedConfig, key: str) -> None:
-    """ValueError, naming `key`, unless the folder holds a trained head with one output (score.weight).
+    """Check that the folder holds a trained head with one output (score.weight).
 
-    Without it the value model would start from a random head, and a reward model would score noise.
+    Raises ValueError, naming `key`, otherwise. Without it the value model would start from a random head, and a reward
+    model would score noise.
     """
     path = Path(local_folder(model.path, key))
     if not path.is_dir():

@@ -1,5 +1,4 @@
-"""Whether models, tokenizers and data are where the configuration says: asked first, before anything heavy is
-imported."""
+"""Check, before anything heavy is imported, that models, tokenizers and data are where the configuration says."""
 
 from __future__ import annotations
 
@@ -22,8 +21,10 @@ TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "config.json")  # 
 
 
 def check_locations(config: PPOConfig, *data_keys: str) -> None:
-    """ConfigError that lists the models and tokenizers that are neither folders here nor on the hub, and the data files
-    that are not there. data_keys: of which files."""
+    """Check all models, tokenizers and data files, and list those that are missing in one ConfigError.
+
+    Models and tokenizers must be folders here or on the hub. data_keys: keys of the data files to check.
+    """
     models = [
         location_problem(key, path, *(TOKENIZER_FILES if key in _TOKENIZERS else ("config.json",)))
         for key, path in model_paths(config).items()
@@ -33,19 +34,25 @@ def check_locations(config: PPOConfig, *data_keys: str) -> None:
 
 
 def check_location(key: str, path: str, *files: str) -> None:
-    """ConfigError for what `location_problem` finds."""
+    """Raise ConfigError for the problem that `location_problem` finds."""
     problem = location_problem(key, path, *files)
     raise_if_any([] if problem is None else [problem])
 
 
 def check_model(path: str) -> None:
-    """ConfigError for a verb's MODEL that is no folder (a model's, a checkpoint or a run's) and not on the hub."""
+    """Check a verb's MODEL: a folder (a model's, a checkpoint or a run's) or a name on the hub.
+
+    Raises ConfigError otherwise.
+    """
     if not Path(path).expanduser().is_dir():
         check_location("MODEL", path, "config.json")
 
 
 def file_problem(key: str, path: str) -> str | None:
-    """Why a data file cannot be opened, as far as looking tells; None for one that is there, or on remote storage."""
+    """Say why a data file cannot be opened, as far as looking tells.
+
+    None for one that is there, or on remote storage.
+    """
     file = Path(path.removeprefix("file://")).expanduser().absolute()
     if (is_remote(path) and not path.startswith("file://")) or file.is_file():
         return None
@@ -60,8 +67,10 @@ def file_problem(key: str, path: str) -> str | None:
 
 
 def location_problem(key: str, path: str, *files: str) -> str | None:
-    """Why `path` is no model or tokenizer: neither a folder (with config.json, for a model), nor a name under which the
-    hub has one of `files`; None where it is."""
+    """Say why `path` is no model or tokenizer; None where it is one.
+
+    It must be a folder (with config.json, for a model), or a name under which the hub has one of `files`.
+    """
     if path.startswith(("http://", "https://")):
         return f"{key}={path}: a web page is no model; give its name on the hub, as Qwen/Qwen2.5-0.5B, or a folder"
     try:
@@ -84,8 +93,10 @@ def location_problem(key: str, path: str, *files: str) -> str | None:
 
 
 def nearest(path: Path) -> str:
-    """What has a similar name beside the missing file or folder, for the message; else the first parent that exists;
-    and that a relative path counts from the current folder."""
+    """Name a similar file or folder beside the missing one, for the message; else the first parent that exists.
+
+    The text says, too, that a relative path counts from the current folder.
+    """
     path = path.expanduser()
     relative = "" if path.is_absolute() else " (a relative path counts from the current folder)"
     if path.parent.is_dir():
@@ -97,8 +108,10 @@ def nearest(path: Path) -> str:
 
 
 def _missing_on_hub(name: str, files: tuple[str, ...]) -> str | None:
-    """Why the hub has no such model: a request for each file until one is found, with a short limit; what is in the
-    local cache needs none."""
+    """Say why the hub has no such model; None where it has one of `files`.
+
+    Sends a request for each file until one is found, with a short limit; a file in the local cache needs none.
+    """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
 

@@ -38,7 +38,7 @@ _PEFT_PREFIX = "base_model.model."
 
 
 class LoRALinear(nn.Linear):
-    """A linear layer that shares its weight and bias with `base`, and its adapter."""
+    """Linear layer that shares its weight and bias with `base`, and has an adapter."""
 
     def __init__(self, base: nn.Linear, rank: int, scale: float, dtype: torch.dtype) -> None:
         nn.Module.__init__(self)
@@ -53,16 +53,17 @@ class LoRALinear(nn.Linear):
             nn.init.zeros_(self.lora_B.weight)
 
     def forward(self, input: Tensor) -> Tensor:
-        """W x + b, plus the adapter's part while it is enabled."""
+        """Compute W x + b, plus the adapter's part while it is enabled."""
         output = functional.linear(input, self.weight, self.bias)
         return output + self.lora_B(self.lora_A(input)) * self.scale if self.enabled else output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapters:
-    """The adapters of one model.
+    """Adapters of one model.
 
-    names: the adapted modules, by Hugging Face name. targets: the shortest list of names that means them to peft.
+    names: the adapted modules, by Hugging Face name.
+    targets: the shortest list of names that means them to peft.
     """
 
     names: tuple[str, ...]
@@ -73,7 +74,7 @@ class Adapters:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """The base model inside."""
+        """Run the base model inside, without adapters."""
         for module in self.modules:
             module.enabled = False
         try:
@@ -83,7 +84,7 @@ class Adapters:
                 module.enabled = True
 
     def merged(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The weights of `stream` with every adapter added into its base weight, under the base model's names.
+        """Yield the weights of `stream`, every adapter added into its base weight, under the base model's names.
 
         Sums are float32. Raises RuntimeError when an adapter, or a base weight of one, did not come.
         """
@@ -109,7 +110,7 @@ class Adapters:
         return found
 
     def scaled(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Adapter tensors with alpha / rank multiplied into B, so that B A is what is added to a weight."""
+        """Yield adapter tensors with alpha / rank multiplied into B, so that B A is the change of a weight."""
         for name, tensor in stream:
             yield name, tensor * (self.alpha / self.rank) if name.endswith(_B) else tensor
 
@@ -118,7 +119,7 @@ class Adapters:
         return (parts[_WEIGHT].float() + self.alpha / self.rank * delta).to(parts[_WEIGHT].dtype)
 
     def peft_config(self, base: str, *, is_value_model: bool) -> dict[str, Any]:
-        """What the peft library reads as adapter_config.json."""
+        """Content of adapter_config.json, as the peft library reads it."""
         return {
             "peft_type": "LORA",
             "task_type": "TOKEN_CLS" if is_value_model else "CAUSAL_LM",
@@ -136,7 +137,7 @@ class Adapters:
 
 
 def adapters_apart(model: ModelConfig) -> bool:
-    """Whether the rollout engine keeps the adapters beside the base weights."""
+    """True where the rollout engine keeps the adapters beside the base weights."""
     return model.lora_rank > 0 and not model.lora.merge
 
 
@@ -145,8 +146,14 @@ def attach(
 ) -> Adapters:
     """Put adapters into the target modules, in place, and freeze everything else but a value head.
 
-    dtype: of the adapters (and the value head); the base keeps its own. left_out: gets none. Raises ValueError when
-    nothing is targeted.
+    Args:
+        hf: the model.
+        model: model section of the configuration.
+        dtype: precision of the adapters (and the value head); the base keeps its own.
+        seed: of the adapters' first values.
+        left_out: module that gets no adapters.
+
+    Raises ValueError when nothing is targeted.
     """
     linear: dict[str, nn.Linear] = {n: part for n, part in hf.named_modules() if isinstance(part, nn.Linear)}
     names = _targets(hf, linear, model, set(() if left_out is None else left_out.modules()))
@@ -174,8 +181,10 @@ def attach(
 
 
 def load_adapter(hf: nn.Module, model: ModelConfig) -> None:
-    """Put the tensors of model.lora_adapter_path into the adapters (and the value head) of `hf`; on the meta device
-    names and shapes are compared alone. ValueError, where they are others."""
+    """Load the tensors of model.lora_adapter_path into the adapters (and the value head) of `hf`.
+
+    On the meta device names and shapes are compared alone. Raises ValueError where they differ.
+    """
     named, file = f"model.lora_adapter_path={model.lora_adapter_path}", local_folder(str(model.lora_adapter_path))
     own = {peft_name(name): parameter for name, parameter in hf.named_parameters() if is_trained(name)}
     try:
@@ -196,17 +205,17 @@ def load_adapter(hf: nn.Module, model: ModelConfig) -> None:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter's name is that of an adapter's A or B."""
+    """True for the parameter name of an adapter's A or B."""
     return name.endswith((f".{_A}", f".{_B}"))
 
 
 def is_trained(name: str) -> bool:
-    """Whether a parameter is trained beside a frozen base: an adapter, or the value head."""
+    """True for the name of a parameter trained beside a frozen base: an adapter's, or the value head's."""
     return is_adapter(name) or name.endswith(f"{_VALUE_HEAD}.{_WEIGHT}")
 
 
 def peft_name(name: str) -> str:
-    """The name of an adapter's tensor in peft's adapter_model.safetensors."""
+    """Name of an adapter's tensor in peft's adapter_model.safetensors."""
     return f"{_PEFT_PREFIX}{name}"
 
 
@@ -232,8 +241,10 @@ def _targets(
 
 
 def _check_frozen_matrices(hf: PreTrainedModel, linear: dict[str, nn.Module], body: list[str], wanted: Any) -> None:
-    """Routers and stacked experts are no linear layers and stay frozen: ValueError where a target names nothing else,
-    a warning where it would have meant them too."""
+    """Check targets against matrices that stay frozen: routers and stacked experts are no linear layers.
+
+    Raises ValueError where a target names nothing else; warns where it would have meant them too.
+    """
     frozen = _matrices_without_layer(hf, linear)
     if not frozen:
         return
@@ -254,7 +265,7 @@ def _check_frozen_matrices(hf: PreTrainedModel, linear: dict[str, nn.Module], bo
 
 
 def _matrices_without_layer(hf: PreTrainedModel, linear: dict[str, nn.Module]) -> list[str]:
-    """Modules, by the names of checkpoints, whose matrices belong to no linear layer, embedding or convolution."""
+    """Find modules, by the names of checkpoints, whose matrices belong to no linear layer, embedding or convolution."""
     owned = {*linear, *(n for n, part in hf.named_modules() if isinstance(part, nn.Embedding | nn.Conv2d | nn.Conv3d))}
     stored = CheckpointNames(hf)
     loose = [(name, p) for name, p in hf.named_parameters() if p.ndim > 1 and name.rpartition(".")[0] not in owned]
@@ -263,7 +274,7 @@ def _matrices_without_layer(hf: PreTrainedModel, linear: dict[str, nn.Module]) -
 
 
 def _refuse_impossible(hf: PreTrainedModel, body: set[str], wanted: Any) -> None:
-    """A list must mean a layer that can be adapted with each of its names: peft would leave the others out silently."""
+    """Check that each name of a list means a layer that can be adapted: peft would leave the others out silently."""
     if isinstance(wanted, str):
         return
     others = {name: type(part).__name__ for name, part in hf.named_modules() if name not in body}
@@ -284,7 +295,7 @@ def _instead(body: Iterable[str]) -> str:
 
 
 def _matches(name: str, wanted: Any) -> bool:
-    """As peft: all-linear; a pattern for the whole name; or a list of names, each a whole name or its end."""
+    """Match a module's name as peft: all-linear; a pattern for the whole name; or a list of names or ends of names."""
     if wanted == "all-linear":
         return True
     if isinstance(wanted, str):

@@ -1,4 +1,4 @@
-"""Bytes that one rank needs for a model, from its shape: what autograd keeps, weights, gradients, states, the head.
+"""Memory that one rank needs for a model, from its shape: what autograd keeps, weights, gradients, states, the head.
 
 Pure arithmetic. Activations are those that the engine really keeps for a decoder of RMSNorms, rotary attention and
 gated MLPs (Qwen2, Qwen3, Llama; others are close to it); tests compare them with torch's saved tensors, and
@@ -28,7 +28,10 @@ _CHUNK_COPIES = 3  # of the head's logits alive at once (models/fused_linear.py)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What a decoder's memory depends on. inner: of the MLP, of all experts that one token visits together."""
+    """Sizes that a decoder's memory depends on.
+
+    inner: width of the MLP, of all experts that one token visits together.
+    """
 
     hidden: int
     layers: int
@@ -44,7 +47,7 @@ class Shape:
 
     @classmethod
     def of(cls, config: PretrainedConfig, cost: ModelCost) -> Shape:
-        """From a Hugging Face config, and the weights counted in its model."""
+        """Read the sizes from a Hugging Face config, and from the weights counted in its model."""
         text = config.get_text_config()
         hidden, heads = text.hidden_size, text.num_attention_heads
         inner = getattr(text, "intermediate_size", None) or 4 * hidden
@@ -77,18 +80,18 @@ class Shape:
 
     @property
     def layer_weights(self) -> float:
-        """Of one layer, the unit that FSDP gathers."""
+        """Weights of one layer, the unit that FSDP gathers."""
         return (self.all_weights - self.root_weights) / self.layers
 
     def lora_weights(self, rank: int) -> int:
-        """Of adapters of this rank on every linear layer (target_modules=all-linear)."""
+        """Weights of adapters of this rank on every linear layer (target_modules=all-linear)."""
         q, k, h, i = self.queries, self.keys, self.hidden, self.inner
         return self.layers * rank * (2 * (h + q) + 2 * (h + k) + 3 * (h + i))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Path:
-    """How the forward and backward passes are computed."""
+    """Options of the forward and backward passes that their memory depends on."""
 
     c: int  # bytes of a number
     recompute: Recompute = "full"
@@ -99,7 +102,7 @@ class Path:
 
 
 def layer_bytes(shape: Shape, path: Path, row: int) -> float:
-    """What one layer keeps of one token for its backward pass, in rows of `row` tokens."""
+    """Bytes that one layer keeps of one token for its backward pass, in rows of `row` tokens."""
     c, q, k = path.c, shape.queries, shape.keys
     norms = 2 * _norm_bytes(path, shape.hidden, 1) + 2 * c * shape.hidden  # and what they give, to matrix products
     if shape.normed_heads:
@@ -109,12 +112,12 @@ def layer_bytes(shape: Shape, path: Path, row: int) -> float:
 
 
 def _norm_bytes(path: Path, width: int, rows: int) -> float:
-    """The input (in float32, unless the norm computes its gradient by hand), the normalised value, a number a row."""
+    """Bytes of a norm: its input (float32, unless the gradient is by hand), the normalised value, a number a row."""
     return _WIDE * rows + (path.c * width if path.lean_norms else (_WIDE + path.c) * width)
 
 
 def _attention_bytes(shape: Shape, path: Path, row: int) -> float:
-    """Queries, keys, values, the result; weights of blocks or the softmax's normaliser."""
+    """Bytes of queries, keys, values and the result; weights of blocks or the softmax's normaliser."""
     c, q, k = path.c, shape.queries, shape.keys
     if not path.on_cpu:
         return c * (2 * q + 2 * k) + _WIDE * shape.heads
@@ -125,10 +128,16 @@ def _attention_bytes(shape: Shape, path: Path, row: int) -> float:
 
 
 def activation_bytes(shape: Shape, path: Path, tokens: int, row: int, predicted: int | None = None) -> float:
-    """What a micro-batch keeps between forward and backward pass. Without a backward pass nothing of this is kept.
+    """Bytes that a micro-batch keeps between forward and backward pass; without a backward pass none are kept.
 
-    row: length of its rows. predicted: tokens that pass the head; None: all. With recomputation the layer at work has
-    `recomputed_bytes` besides.
+    With recomputation the layer at work has `recomputed_bytes` besides.
+
+    Args:
+        shape: sizes of the model.
+        path: options of the passes.
+        tokens: tokens of the micro-batch.
+        row: length of its rows.
+        predicted: tokens that pass the head; None: all.
     """
     c, predicted = path.c, tokens if predicted is None else predicted
     kept = {
@@ -143,12 +152,12 @@ def activation_bytes(shape: Shape, path: Path, tokens: int, row: int, predicted:
 
 
 def recomputed_bytes(shape: Shape, path: Path, tokens: int, row: int) -> float:
-    """What the layer at work computes again in the backward pass."""
+    """Bytes that the layer at work computes again in the backward pass."""
     return 0.0 if path.recompute == "none" else tokens * layer_bytes(shape, path, row)
 
 
 def _products_bytes(shape: Shape, path: Path, row: int) -> float:
-    """Results of a layer's matrix products and its attention, which selective recomputation keeps."""
+    """Bytes of a layer's matrix products and its attention, which selective recomputation keeps."""
     c, q, k = path.c, shape.queries, shape.keys
     weights = 0.0
     if path.on_cpu and row <= _PRODUCTS_LENGTH:
@@ -157,7 +166,10 @@ def _products_bytes(shape: Shape, path: Path, row: int) -> float:
 
 
 def _head_bytes(shape: Shape, path: Path, tokens: int) -> float:
-    """Of one predicted token: its hidden state and a few numbers; log-probs of the vocabulary where these are kept."""
+    """Bytes of one predicted token: its hidden state and a few numbers.
+
+    Where log-probs of the vocabulary are kept, these too.
+    """
     small = path.c * shape.hidden + 2 * _INDEX + 3 * _WIDE
     if not path.fused_head:
         return small + shape.vocab * (2 * _WIDE + path.c)
@@ -165,7 +177,7 @@ def _head_bytes(shape: Shape, path: Path, tokens: int) -> float:
 
 
 def head_work_bytes(shape: Shape, path: Path, tokens: int, *, backward: bool) -> float:
-    """What the output head needs while it works: chunks of logits, the gradients of its weight and of its input."""
+    """Bytes that the output head needs while it works: chunks of logits, gradients of its weight and of its input."""
     logits = tokens * shape.vocab
     chunk = _WIDE * (_CHUNK_COPIES if backward else 2) * min(CHUNK_ELEMENTS, logits)
     if not path.fused_head:
@@ -177,7 +189,10 @@ def head_work_bytes(shape: Shape, path: Path, tokens: int, *, backward: bool) ->
 
 
 def layer_work_bytes(shape: Shape, path: Path, tokens: int, *, backward: bool) -> float:
-    """Temporaries of one layer: gradients of the MLP's tensors and of the residual; without gradient its tensors."""
+    """Bytes of one layer's temporaries: gradients of the MLP's tensors and of the residual.
+
+    Without a gradient the MLP's tensors alone.
+    """
     wide = (_WIDE if not path.lean_norms else path.c) * shape.hidden
     if backward:
         return tokens * (path.c * 3 * shape.inner + 2 * path.c * shape.hidden + wide)
@@ -185,5 +200,5 @@ def layer_work_bytes(shape: Shape, path: Path, tokens: int, *, backward: bool) -
 
 
 def cache_token_bytes(shape: Shape, number_bytes: int) -> float:
-    """What one token leaves in the key-value cache over all layers."""
+    """Bytes that one token leaves in the key-value cache over all layers."""
     return 2.0 * number_bytes * shape.keys * shape.layers

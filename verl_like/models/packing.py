@@ -1,4 +1,4 @@
-"""Sequences -> what the model eats, and its per-token answers -> [T].
+"""Packing of sequences into a model's input, and of its per-token answers back to [T].
 
 Packed: all rows one after the other in [1, T], positions restart at every row, no padding token anywhere. A row's last
 token is left out, because nothing is predicted from it. Rows travel shortest first, so that equal lengths are
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Segments:
-    """Where the sequences of a packed [1, T] input begin and end.
+    """Bounds of the sequences of a packed [1, T] input.
 
     lengths: tokens of each sequence, which are the keys that its last token sees.
     own_lengths: its tokens in the packed input, the last of the sequence; fewer where it shares its prompt.
@@ -53,7 +53,7 @@ class Segments:
         self.groups: Groups | None = None  # layout for batched attention calls, where one is needed
 
     def with_filling(self, count: int, parallel: SequenceRanks) -> Segments:
-        """The same for tokens sliced over `parallel`, with `count` tokens of padding as one more sequence."""
+        """Segments for tokens sliced over `parallel`, with `count` tokens of padding as one more sequence."""
         device, added = self.cu_seqlens.device, (count,) if count else ()
         layout = self.layout if self.layout is None or not count else self.layout.appended(count)
         filled = Segments((*self.lengths, *added), device, own_lengths=(*self.own_lengths, *added), layout=layout)
@@ -67,7 +67,7 @@ def _bounds(lengths: Sequence[int], device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInput:
-    """Tokens of one micro-batch and where its answers belong."""
+    """Tokens of one micro-batch and the places of its answers."""
 
     input_ids: Tensor  # int64 [1, T] packed, [b, L] padded
     position_ids: Tensor  # same shape; of a vision-language model four of them (text, time, height, width)
@@ -85,12 +85,12 @@ class ModelInput:
         return kwargs if self.segments is None else kwargs | {"segments": self.segments}
 
     def unpack(self, values_N: Tensor) -> Tensor:
-        """Per-token answers [N] -> one for each response token of the batch [T], zero elsewhere; differentiable."""
+        """Spread answers [N] over the response tokens of the batch [T], zero elsewhere; differentiable."""
         return values_N.new_zeros(self.num_out).index_copy(0, self.out_N, values_N)
 
 
 def response_positions(batch: Sequences, *, sampled_only: bool) -> Tensor:
-    """bool [T]: the response tokens an output is wanted for; all, or only what the policy sampled."""
+    """Mark the response tokens an output is wanted for, bool [T]; all, or only those the policy sampled."""
     return batch.response_mask_T if sampled_only else torch.ones_like(batch.response_mask_T)
 
 
@@ -102,9 +102,14 @@ def pack(
     share_prompts: bool = False,
     vision: VisionProcessor | None = None,
 ) -> ModelInput:
-    """Concatenate the rows. `wanted_T` marks the response tokens whose output is wanted.
+    """Concatenate the rows.
 
-    share_prompts: what several rows begin with (`shared_prefixes`) is there once. vision: of a vision-language model.
+    Args:
+        batch: the rows.
+        wanted_T: bool; marks the response tokens whose output is wanted.
+        device: where the input goes.
+        share_prompts: keep once what several rows begin with (`shared_prefixes`).
+        vision: image processor of a vision-language model.
     """
     _check_prompts(batch)
     length_B = (batch.num_tokens_B() - 1).clamp(min=1)
@@ -143,12 +148,12 @@ def pack(
 
 
 def _with_media(rows: Sequences) -> list[tuple[int, Sequence[MediaHandle]]]:
-    """Each row's length and images."""
+    """Collect each row's length and images."""
     return list(zip(rows.num_tokens_B().tolist(), rows.media or [()] * len(rows), strict=True))
 
 
 def _wanted(wanted_T: Tensor, rows: Sequences) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the response tokens whose output is wanted: place among all, row, and place in the row; int64 [N] each."""
+    """Places of the wanted response tokens: number among all, row, and number in the row; int64 [N] each."""
     chosen_N, length_B = wanted_T.nonzero().flatten(), rows.response_length_B
     row_N = on_rows(torch.arange(len(rows)), length_B)[chosen_N]
     return chosen_N, row_N, chosen_N - (length_B.cumsum(0) - length_B)[row_N]
@@ -168,7 +173,7 @@ def _segments(
 def pad(
     batch: Sequences, wanted_T: Tensor, device: torch.device, *, vision: VisionProcessor | None = None
 ) -> ModelInput:
-    """One row each, right padded with token 0."""
+    """Put each row into a row of its own, right padded with token 0."""
     _check_prompts(batch)
     length_B = batch.num_tokens_B()
     tokens, _ = _real_tokens(batch)
@@ -197,7 +202,7 @@ def pad(
 
 
 def placeholder(device: torch.device, *, packed: bool, vision: VisionProcessor | None = None) -> ModelInput:
-    """A micro-batch of one token, for a rank that has no rows left but must take part in the collectives."""
+    """Make a micro-batch of one token, for a rank that has no rows left but must take part in the collectives."""
     zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
     return ModelInput(
         input_ids=zero,
@@ -213,7 +218,7 @@ def placeholder(device: torch.device, *, packed: bool, vision: VisionProcessor |
 
 
 def take_slice(whole: ModelInput, parallel: SequenceRanks) -> ModelInput:
-    """This rank's slice of a packed input, the last one filled up with a segment of padding.
+    """Cut this rank's slice out of a packed input; the last slice is filled up with a segment of padding.
 
     Targets were taken before, so a token whose successor is in the next slice keeps its own. `segments` and positions
     stay those of the whole.
@@ -237,7 +242,7 @@ def take_slice(whole: ModelInput, parallel: SequenceRanks) -> ModelInput:
 
 
 def _real_tokens(rows: Sequences) -> tuple[Tensor, Tensor]:
-    """All tokens without padding, row after row (int64 [total]), and each one's position in its row."""
+    """Collect all tokens without padding, row after row (int64 [total]), and each one's position in its row."""
     prompts = rows.prompt_ids_T.split(rows.prompt_length_B.tolist())
     responses = rows.response_ids_T.split(rows.response_length_B.tolist())
     ids = torch.cat([part for pair in zip(prompts, responses, strict=True) for part in pair]).long()

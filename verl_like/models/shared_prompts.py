@@ -25,8 +25,9 @@ from verl_like.models.token_layout import TokenLayout
 
 
 def shared_prefixes(rows: Sequences) -> tuple[list[int], Tensor]:
-    """Rows that begin alike: a number for each (0, 1, 2 ... by first appearance), and int64 [B], how many tokens of its
-    prompt all rows with its number have in common.
+    """Find rows that begin alike: a number for each, and the tokens of its prompt that all rows of that number share.
+
+    Numbers are 0, 1, 2 ... by first appearance; the counts are int64 [B].
 
     Rows with equal prompts, images included, share all of them. Where episodes have several rows, the rows of a group
     share what all their prompts begin with, if that is at least half of the shortest; otherwise those with equal
@@ -58,7 +59,7 @@ def shared_prefixes(rows: Sequences) -> tuple[list[int], Tensor]:
 
 
 def _common_beginning(prompts: Sequence[NDArray[np.int32]]) -> int:
-    """How many tokens all of these begin with."""
+    """Count the tokens that all of these prompts begin with."""
     common = prompts[0][: min(map(len, prompts))]
     for prompt in prompts[1:]:
         differs = common != prompt[: len(common)]
@@ -67,7 +68,7 @@ def _common_beginning(prompts: Sequence[NDArray[np.int32]]) -> int:
 
 
 def _common_images(media: Sequence[Sequence[tuple[int, Hashable]]]) -> float:
-    """Up to which token these have the same images."""
+    """Count the tokens up to which these rows have the same images."""
     for images in itertools.zip_longest(*media):
         if len(set(images)) > 1:
             return min(image[0] for image in images if image is not None)
@@ -75,17 +76,21 @@ def _common_images(media: Sequence[Sequence[tuple[int, Hashable]]]) -> float:
 
 
 def first_rows(numbers: Sequence[int]) -> Tensor:
-    """int64 [S]: the first row with the same number; itself where there is none before."""
+    """Find the first row with the same number, int64 [S]; the row itself where there is none before."""
     first: dict[int, int] = {}
     return torch.tensor([first.setdefault(number, s) for s, number in enumerate(numbers)])
 
 
 def shared_layout(length_S: Tensor, shared_S: Tensor, first_S: Tensor, start_S: Tensor) -> TokenLayout:
-    """Where the tokens of every whole sequence are found in the packed input.
+    """Map the tokens of every whole sequence to their places in the packed input.
 
-    length_S: tokens of each whole sequence. shared_S: of those at its beginning that rows with the same first_S have in
-    common. first_S: the row that holds them. start_S: packed position of the row's own first token, which of a row that
-    shares comes after what is shared. Rows that share and have no token of their own must have been left out.
+    Rows that share and have no token of their own must have been left out.
+
+    Args:
+        length_S: tokens of each whole sequence.
+        shared_S: those at its beginning that rows with the same first_S have in common.
+        first_S: the row that holds them.
+        start_S: packed position of the row's own first token, which in a row that shares comes after what is shared.
     """
     row_K = torch.arange(len(length_S)).repeat_interleave(length_S)
     slot_S = length_S.cumsum(0) - length_S

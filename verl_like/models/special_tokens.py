@@ -23,7 +23,7 @@ from tokenizers.models import BPE
 
 
 class SpecialTokens:
-    """The control tokens of a tokenizer: its special tokens and `others`, added tokens that mark turns. Picklable."""
+    """Control tokens of a tokenizer: its special tokens and `others`, added tokens that mark turns. Picklable."""
 
     def __init__(self, tokenizer: Any, others: Collection[str] = ()) -> None:
         added = getattr(tokenizer, "added_tokens_decoder", {})  # a tokenizer of one's own may know none
@@ -41,17 +41,17 @@ class SpecialTokens:
         self._names = {text: f"\ufdd0{number}:{secret}\ufdd1" for text, number in self.ids.items()}
 
     def _is_word(self, text: str, number: int) -> bool:
-        """Whether an ordinary word or sign was made special (pad_token="!"), which texts hold without meaning it."""
+        """True for an ordinary word or sign made special (pad_token="!"), which texts hold without meaning it."""
         model: Any = getattr(getattr(self._tokenizer, "backend_tokenizer", None), "model", None)
         may_be = isinstance(model, BPE) and (text.isalnum() or len(text) < 3)
         return may_be and [token.id for token in model.tokenize(text)] == [number]
 
     def spelled(self, value: Any) -> list[str]:
-        """The control tokens that texts in a value (messages, tools) spell out."""
+        """Find the control tokens that texts in a value (messages, tools) spell out."""
         return list(dict.fromkeys(self._pattern.findall(json.dumps(value, ensure_ascii=False, default=str))))
 
     def marked(self, value: Any) -> Any:
-        """The same with a mark behind the first character of each control token that is spelled out."""
+        """Copy a value with a mark behind the first character of each control token that a text spells out."""
         if isinstance(value, str):
             return self._pattern.sub(lambda found: found[0][0] + self.mark + found[0][1:], value)
         if isinstance(value, dict):
@@ -65,11 +65,11 @@ class SpecialTokens:
         return items
 
     def unmarked(self, text: str) -> str:
-        """The text without marks."""
+        """Remove the marks from a text."""
         return text.replace(self.mark, "")
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of a rendered text with marks."""
+        """Encode a rendered text with marks to token ids."""
         if not self._tokenizer.is_fast:  # it is written in Python, and asked for what stands between control tokens
             ids = list[int]()
             for number, piece in enumerate(re.split(f"({self._pattern.pattern})", text)):
@@ -94,7 +94,7 @@ class SpecialTokens:
         return copy
 
     def shown(self, ids: Iterable[int]) -> list[tuple[str, bool]]:
-        """The text of token ids, cut at control tokens: (text, whether it is one)."""
+        """Decode token ids to text, cut at control tokens: (text, true for a control token) each."""
         runs = itertools.groupby(ids, key=lambda number: self.control.get(number))
         decode = self._tokenizer.decode
         return [(text or decode(list(run), skip_special_tokens=False), text is not None) for text, run in runs]

@@ -1,4 +1,4 @@
-"""Which layers of a model tensor parallelism splits: what transformers' own plan for it says (`base_model_tp_plan`).
+"""Plan of the layers that tensor parallelism splits, after transformers' own for the model (`base_model_tp_plan`).
 
 Embedding, norms and output head are in no group's plan here: they work on slices of the tokens (parallel/tensor.py),
 and FSDP shards them over all ranks, those of the group included.
@@ -38,7 +38,10 @@ _ATTENTION = re.compile(r"attn|attention")
 
 
 def check_engine(model: ModelConfig, config: PretrainedConfig, fsdp: FSDPConfig, *, ulysses: int) -> None:
-    """What one engine cannot do together with tensor parallelism (ValueError); before any weight is loaded."""
+    """Check that one engine's options go together with tensor parallelism, before any weight is loaded.
+
+    Raises ValueError where they do not.
+    """
     size = fsdp.tensor_parallel_size
     if size == 1:
         return
@@ -51,9 +54,10 @@ def check_engine(model: ModelConfig, config: PretrainedConfig, fsdp: FSDPConfig,
 
 
 def check_model(model: ModelConfig, config: PretrainedConfig, size: int, key: str = KEY) -> None:
-    """Raises ValueError, naming `key` and the numbers, where the model cannot be split among `size` ranks.
+    """Check that the model can be split among `size` ranks; needs no weights.
 
-    Needs no weights: names and shapes come from a model on the meta device.
+    Names and shapes come from a model on the meta device. Raises ValueError, naming `key` and the numbers, where the
+    model cannot be split.
     """
     if size == 1:
         return
@@ -73,7 +77,7 @@ def check_model(model: ModelConfig, config: PretrainedConfig, size: int, key: st
 
 
 def tensor_plan(model: TokenModel, config: PretrainedConfig, size: int, key: str = KEY) -> TensorPlan | None:
-    """The linear layers to split, and the modules around them; None for a size of 1.
+    """Choose the linear layers to split, and the modules around them; None for a size of 1.
 
     Raises ValueError for a model that has no plan, or one of another kind.
     """
@@ -103,7 +107,10 @@ def tensor_plan(model: TokenModel, config: PretrainedConfig, size: int, key: str
 
 
 def take_slice(whole: ModelInput, group: SequenceRanks) -> ModelInput:
-    """This rank's slice of a packed input, for a split model: attention there sees all tokens, with their positions."""
+    """Cut this rank's slice out of a packed input, for a split model.
+
+    Attention there sees all tokens, with their positions.
+    """
     part = packing.take_slice(whole, group)
     assert part.segments is not None
     part.segments.parallel = None
@@ -112,7 +119,7 @@ def take_slice(whole: ModelInput, group: SequenceRanks) -> ModelInput:
 
 
 def _styles(config: PretrainedConfig, size: int, key: str) -> dict[str, Style]:
-    """{pattern of a name below the backbone: style}."""
+    """Map the pattern of a name below the backbone to the style of its split."""
     plan: dict[str, str] = config.get_text_config().base_model_tp_plan or {}
     if not plan:
         raise ValueError(
@@ -134,7 +141,7 @@ def _styles(config: PretrainedConfig, size: int, key: str) -> dict[str, Style]:
 
 
 def _check_heads(config: PretrainedConfig, styles: dict[str, Style], size: int, key: str) -> None:
-    """Whole heads to each rank, where heads are what the plan splits."""
+    """Check that each rank gets whole heads, where heads are what the plan splits; raises ValueError otherwise."""
     text = config.get_text_config()
     if not any(_ATTENTION.search(name) and style == "column" for name, style in styles.items()):
         return

@@ -1,5 +1,6 @@
-"""Packed tokens laid out in slots: for batched attention calls of rows of similar length (`Groups`), and where a prompt
-is shared, present once for each row that reads it.
+"""Layout of packed tokens in slots, for batched attention calls (`Groups`) and for shared prompts.
+
+Batched calls take rows of similar length. A shared prompt is present once for each row that reads it.
 
 The rows of a GRPO group answer one prompt. Packed, that prompt is there once, so every linear layer computes it once;
 attention alone needs its keys and values in front of each response. A layout copies them there, and adds up what comes
@@ -21,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenLayout:
-    """Which packed token each slot holds. A slot of padding repeats some token; nothing that is read comes from it."""
+    """Map of slots to packed tokens. A slot of padding repeats some token; nothing that is read comes from it."""
 
     gather_K: Tensor  # packed token of each slot
     home_T: Tensor  # the slot in which a packed token's own query stands
@@ -29,21 +30,26 @@ class TokenLayout:
     further: tuple[Tensor, ...] = ()  # their second slots, third slots ...: each covers the first so many of copied_C
 
     def spread(self, packed: Tensor, *, queries: bool = False) -> Tensor:
-        """[T, ...] -> [K, ...]. `queries`: only home slots are read afterwards, so that only they return gradient."""
+        """Copy packed tokens into their slots: [T, ...] -> [K, ...].
+
+        queries: only home slots are read afterwards, so that only they return gradient.
+        """
         return _Spread.apply(packed, self, not queries)
 
     def collect(self, slots: Tensor) -> Tensor:
-        """[K, ...] -> [T, ...], from the home slots."""
+        """Read packed tokens from their home slots: [K, ...] -> [T, ...]."""
         return _Collect.apply(slots, self)
 
     def moved(self, slot_K: Tensor, gather_P: Tensor) -> TokenLayout:
-        """The same tokens in another order of slots: slot k becomes slot `slot_K[k]`; `gather_P` as `gather_K`."""
+        """Layout of the same tokens in another order: slot k becomes slot `slot_K[k]`; `gather_P` as `gather_K`."""
         further = tuple(slot_K[slots] for slots in self.further)
         return TokenLayout(gather_K=gather_P, home_T=slot_K[self.home_T], copied_C=self.copied_C, further=further)
 
     def split(self, spot_KH: Tensor) -> TokenLayout:
-        """The layout of (token, head) pairs, numbered head by head inside a token: pair h of slot k stands in slot
-        `spot_KH[k, h]`."""
+        """Layout of (token, head) pairs: pair h of slot k stands in slot `spot_KH[k, h]`.
+
+        Pairs are numbered head by head inside a token.
+        """
         heads = spot_KH.shape[1]
         head, spots = torch.arange(heads, device=spot_KH.device), spot_KH.flatten()
 
@@ -60,7 +66,7 @@ class TokenLayout:
         )
 
     def appended(self, count: int) -> TokenLayout:
-        """The same with `count` more packed tokens at the end, each with a slot of its own at the end."""
+        """Layout with `count` more packed tokens at the end, each with a slot of its own at the end."""
         more = torch.arange(count, device=self.gather_K.device)
         gather_K = torch.cat([self.gather_K, len(self.home_T) + more])
         return replace(self, gather_K=gather_K, home_T=torch.cat([self.home_T, len(self.gather_K) + more]))
@@ -112,15 +118,17 @@ def _sum_dtype(grad: Tensor) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Groups:
-    """How packed tokens are laid out for batched calls. `layout` is None where no token moves, and on any device: what
-    is used is `for_heads`."""
+    """Layout of packed tokens for batched calls.
+
+    `layout` is None where no token moves, and may be on any device: calls use `for_heads`.
+    """
 
     shapes: tuple[tuple[int, int], ...]  # (count, width) of each group
     layout: TokenLayout | None
     by_heads: dict[int, TokenLayout | None] = field(default_factory=dict)  # `for_heads`, kept for the next layer
 
     def for_heads(self, heads: int, device: torch.device) -> TokenLayout | None:
-        """The layout of (token, key-value head) pairs: in each group row by row, head by head, token by token."""
+        """Layout of (token, key-value head) pairs: in each group row by row, head by head, token by token."""
         if heads not in self.by_heads:
             layout = self.layout if heads == 1 else _whole(self.layout, self._num_slots()).split(self._spots(heads))
             self.by_heads[heads] = None if layout is None else layout.to(device)
@@ -130,7 +138,7 @@ class Groups:
         return sum(count * width for count, width in self.shapes)
 
     def _spots(self, heads: int) -> Tensor:
-        """[K, heads]: where each slot's pair with each head stands."""
+        """Slots of each slot's pair with each head: [K, heads]."""
         spots, start = [], 0
         for count, width in self.shapes:
             size = count * width * heads
@@ -139,8 +147,10 @@ class Groups:
         return torch.cat(spots)
 
     def lay_out(self, packed: Tensor, heads: int, *, queries: bool = False) -> tuple[Tensor, ...]:
-        """[1, r * heads, T, D] -> one [count * heads, width * r, D] a group: a token's r queries of one key-value head
-        stand together."""
+        """Lay out [1, r * heads, T, D] as one [count * heads, width * r, D] a group.
+
+        A token's r queries of one key-value head stand together.
+        """
         tokens = packed[0].transpose(0, 1)  # [T, heads * r, D], contiguous as models compute it
         repeats, dim = tokens.shape[1] // heads, tokens.shape[2]
         rows, layout = tokens.reshape(-1, repeats * dim), self.for_heads(heads, packed.device)
@@ -151,7 +161,7 @@ class Groups:
         return tuple(part.view(count * heads, width * repeats, dim) for part, (count, width) in pairs)
 
     def join(self, outputs: list[Tensor], heads: int, repeats: int) -> Tensor:
-        """The way back: [count * heads, width * r, D] each -> [T, heads * r, D]."""
+        """Join the outputs of the groups, the way back: [count * heads, width * r, D] each -> [T, heads * r, D]."""
         dim = outputs[0].shape[-1]
         rows = [output.reshape(-1, repeats * dim) for output in outputs]
         joined, layout = rows[0] if len(rows) == 1 else torch.cat(rows), self.for_heads(heads, outputs[0].device)
@@ -159,6 +169,6 @@ class Groups:
 
 
 def _whole(layout: TokenLayout | None, num_slots: int) -> TokenLayout:
-    """The layout on the CPU; without one every token has the slot of its own number."""
+    """Return the layout on the CPU; without one every token has the slot of its own number."""
     number = torch.arange(num_slots)
     return TokenLayout(gather_K=number, home_T=number) if layout is None else layout.to(torch.device("cpu"))

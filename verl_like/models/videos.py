@@ -1,4 +1,4 @@
-"""Videos of dataset rows: which of their frames are taken, and these frames.
+"""Videos of dataset rows: the choice of frames, and the frames themselves.
 
 A cell holds a video file in any form in which images.py takes an image, or a list of images, which are the frames; or
 a dictionary with one of these under "video" (or as for images) beside what is taken of it, under the names of
@@ -35,10 +35,12 @@ _MISSING = 0.05  # of the frames that a header counts: containers that estimate 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clip:
-    """What is taken of a video.
+    """Part of a video that is used.
 
-    numbers: of its frames, counted from 0. fps: of the file, so that number / fps is a frame's time. sampled_fps: how
-    many of one second are taken. bounds: least and most pixels of a frame, where the row says so.
+    numbers: chosen frames, counted from 0.
+    fps: frames a second of the file, so that number / fps is a frame's time.
+    sampled_fps: chosen frames a second.
+    bounds: least and most pixels of a frame, where the row says so.
     """
 
     size: tuple[int, int]  # width, height
@@ -48,14 +50,17 @@ class Clip:
     bounds: tuple[int | None, int | None] = (None, None)
 
     def times(self, per_patch: int) -> list[float]:
-        """[s] The middle of each group of frames that make a patch; the last frame fills the last group."""
+        """Middle of each group of frames that make a patch [s]; the last frame fills the last group."""
         numbers = [*self.numbers, *[self.numbers[-1]] * (-len(self.numbers) % per_patch)]
         ends = zip(numbers[::per_patch], numbers[per_patch - 1 :: per_patch], strict=True)
         return [(first + last) / 2 / self.fps for first, last in ends]
 
 
 def clip_of(handle: MediaHandle, max_megapixels: float = math.inf) -> Clip:
-    """Only headers are read. MediaError: missing, no video, too large, options that are unknown or fit no frames."""
+    """Choose the frames of a video; only headers are read.
+
+    Raises MediaError: missing, no video, too large, options that are unknown or fit no frames.
+    """
     value, options = _parsed(handle)
     bounds: Any = tuple(int(options[key]) if key in options else None for key in ("min_pixels", "max_pixels"))
     if isinstance(value, list):
@@ -73,7 +78,7 @@ def clip_of(handle: MediaHandle, max_megapixels: float = math.inf) -> Clip:
 def _chosen(
     handle: MediaHandle, cv2: Any, capture: Any, options: dict[str, float], max_megapixels: float, bounds: Any
 ) -> Clip:
-    """Of a file."""
+    """Choose the frames of a video file. Raises MediaError where the header or the options fit no frames."""
     total, fps = int(capture.get(cv2.CAP_PROP_FRAME_COUNT)), float(capture.get(cv2.CAP_PROP_FPS))
     size = int(capture.get(cv2.CAP_PROP_FRAME_WIDTH)), int(capture.get(cv2.CAP_PROP_FRAME_HEIGHT))
     if total < 1 or not 0 < fps < math.inf or min(size) < 1:
@@ -93,7 +98,7 @@ def _chosen(
 
 
 def _num_frames(options: dict[str, float], count: int, fps: float) -> int:
-    """Of `count`: qwen-vl-utils' rule."""
+    """Number of frames to take of `count`, by qwen-vl-utils' rule."""
     if "nframes" in options:
         return round(options["nframes"] / _PAIR) * _PAIR
     least = math.ceil(options.get("min_frames", _MIN_FRAMES) / _PAIR) * _PAIR
@@ -103,7 +108,10 @@ def _num_frames(options: dict[str, float], count: int, fps: float) -> int:
 
 
 def frames_of(handle: MediaHandle, clip: Clip) -> Iterator[Image.Image]:
-    """The frames in RGB, one after the other. MediaError where the video is cut off or damaged, or is another now."""
+    """Yield the chosen frames in RGB, one after the other.
+
+    Raises MediaError where the video is cut off or damaged, or is another now.
+    """
     value, _ = _parsed(handle)
     frames = (decoded(handle, frame) for frame in value) if isinstance(value, list) else _frames(handle, value, clip)
     for frame in frames:
@@ -113,7 +121,7 @@ def frames_of(handle: MediaHandle, clip: Clip) -> Iterator[Image.Image]:
 
 
 def look_through(media: Sequence[MediaHandle], max_megapixels: float) -> None:
-    """MediaError for an image or video that is damaged anywhere: an engine would refuse the whole request."""
+    """Decode all images and videos; raises MediaError for a damaged one: an engine would refuse the whole request."""
     for handle in media:
         if handle.kind == "image":
             header(handle, max_megapixels)
@@ -137,7 +145,7 @@ def _frames(handle: MediaHandle, value: Any, clip: Clip) -> Iterator[Image.Image
 
 
 def _parsed(handle: MediaHandle) -> tuple[Any, dict[str, float]]:
-    """The file (or the frames), and the options."""
+    """Split a cell into the file (or the frames) and the options."""
     value, options = cell_of(handle), {}
     if isinstance(value, dict):
         options = {k: v for k, v in value.items() if v is not None and k not in ("video", "type", *PLACES)}
@@ -156,7 +164,7 @@ def _parsed(handle: MediaHandle) -> tuple[Any, dict[str, float]]:
 
 @contextmanager
 def _opened(handle: MediaHandle, value: Any) -> Iterator[tuple[Any, Any]]:
-    """OpenCV and its reader. MediaError where nothing here can decode it."""
+    """Open the video; yield OpenCV and its reader. Raises MediaError where nothing here can decode it."""
     try:
         import cv2
     except ImportError as error:
@@ -185,7 +193,10 @@ def _opened(handle: MediaHandle, value: Any) -> Iterator[tuple[Any, Any]]:
 
 @contextmanager
 def _file_of(data: bytes) -> Iterator[Path]:
-    """OpenCV 5.0 can read from memory too, but dies of a segmentation fault in some of these tests."""
+    """Write the video to a temporary file, and yield its path.
+
+    OpenCV 5.0 can read from memory too, but dies of a segmentation fault in some of these tests.
+    """
     with tempfile.NamedTemporaryFile(suffix=".video") as file:
         file.write(data)
         file.flush()

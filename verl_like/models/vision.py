@@ -1,5 +1,4 @@
-"""Vision-language models: images and videos become patches, patches features, and features take the places of
-placeholder tokens.
+"""Vision-language models: images and videos become patches, patches features, and features replace placeholder tokens.
 
     row's media -> VisionProcessor: grid of patches, places of tokens (driver), pixels (worker, cached)
                 -> VisionInput: pixels of a micro-batch, each image once, and which feature each token takes
@@ -46,7 +45,7 @@ Media = Sequence[MediaHandle]
 
 
 class VisionProcessor:
-    """The image processor of a model folder, and what the engines have to know of the model.
+    """Image processor of a model folder, with the facts that engines need to know of the model.
 
     Raises ValueError for a folder without one, and for unknown mm_processor_kwargs.
     """
@@ -103,25 +102,25 @@ class VisionProcessor:
         return int(least or size["shortest_edge"]), int(most or size["longest_edge"])
 
     def save(self, folder: Path) -> None:
-        """The processors' settings, beside a saved model."""
+        """Write the processors' settings beside a saved model."""
         self._images.save_pretrained(folder)
         if "video_processor_type" in self._video_settings:  # the folder had some for videos
             (folder / "video_preprocessor_config.json").write_text(json.dumps(self._video_settings, indent=2))
 
     def num_tokens(self, handle: MediaHandle) -> int:
-        """Placeholder tokens of a placed image, at all its times."""
+        """Count the placeholder tokens of a placed image, at all its times."""
         return handle.grid[0] * handle.grid[1] * handle.grid[2] // self.merge**2
 
     def spans(self, handle: MediaHandle) -> list[tuple[int, tuple[int, int, int]]]:
-        """Of a placed image: where tokens of it stand without text between them, and their grid."""
+        """Spans of a placed image: start of each run of its tokens without text between them, and the run's grid."""
         frames, rows, columns = handle.grid
         return [(start, (frames // len(handle.starts), rows, columns)) for start in handle.starts]
 
     def expand(self, ids: Sequence[int], media: Media, max_megapixels: float) -> tuple[list[int], list[MediaHandle]]:
-        """The prompt with as many placeholders as each image has tokens (a template writes one), and the placed images,
-        in their order there.
+        """Expand the prompt to as many placeholders as each image has tokens; a template writes one for each.
 
-        Only headers are read. MediaError where an image cannot be used, ValueError where places and images differ.
+        Returns the prompt and the placed images, in their order there. Only headers are read. Raises MediaError where
+        an image cannot be used, ValueError where places and images differ.
         """
         places = [(at, token) for at, token in enumerate(ids) if token in self._token_ids]
         for token, kind in self._token_ids.items():
@@ -147,7 +146,7 @@ class VisionProcessor:
         return [*expanded, *ids[done:]], placed
 
     def check_places(self, what: str, ids: Sequence[int], media: Media) -> None:
-        """ValueError unless the images' tokens stand where their handles say."""
+        """Check that the images' tokens stand where their handles say; raises ValueError otherwise."""
         for handle in media:
             count = self.num_tokens(handle) // max(1, len(handle.starts))
             for start in handle.starts:
@@ -159,7 +158,7 @@ class VisionProcessor:
                     )
 
     def _measured(self, handle: MediaHandle, max_megapixels: float) -> tuple[MediaHandle, list[list[int]]]:
-        """The image with its grid, and what is written before each of its times, if anything is."""
+        """Measure an image: its handle with a grid, and the tokens written before each of its times, if any are."""
         if handle.kind == "image":
             size = self._images.size
             bounds = size["shortest_edge"], size["longest_edge"]
@@ -178,7 +177,7 @@ class VisionProcessor:
         return AutoTokenizer.from_pretrained(self._path)
 
     def _grid_of(self, handle: MediaHandle, clip: Clip) -> tuple[int, int, int]:
-        """Patches of a video."""
+        """Compute the patches of a video: (time, height, width)."""
         least, most = (own or usual for own, usual in zip(clip.bounds, self._frame_bounds, strict=True))
         whole = len(clip.numbers) if self.tells_seconds and clip.bounds == (None, None) else 0
         _, rows, columns = self._grid(handle, clip.size, (min(least, most), most), frames=whole)
@@ -187,7 +186,7 @@ class VisionProcessor:
     def _grid(
         self, handle: MediaHandle, size: tuple[int, int], bounds: tuple[int, int], *, frames: int = 0
     ) -> tuple[int, int, int]:
-        """Patches of an image: (time, height, width). frames: so many share the bounds."""
+        """Compute the patches of an image: (time, height, width). frames: so many share the bounds."""
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
         from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as smart_resize_whole
 
@@ -202,11 +201,11 @@ class VisionProcessor:
         return 1, height // self._patch, width // self._patch
 
     def pixels(self, handle: MediaHandle) -> Tensor:
-        """Float32 [patches, patch_width]; from the cache of this process where it has them."""
+        """Load the pixels, float32 [patches, patch_width]; from the cache of this process where it has them."""
         return _pixels.get(self.key(handle), functools.partial(self._processed, handle))
 
     def key(self, handle: MediaHandle) -> str:
-        """The same for the same image under the same settings: names it in caches."""
+        """Name of an image in caches: equal for the same image under the same settings."""
         return hashlib.blake2b(repr((handle.image, self._settings)).encode(), digest_size=16).hexdigest()
 
     def _processed(self, handle: MediaHandle) -> Tensor:
@@ -226,8 +225,11 @@ class VisionProcessor:
             )
 
     def _frames(self, handle: MediaHandle, clip: Clip) -> Tensor:
-        """Patches of a video: each frame goes through the image processor, which makes it a whole group of equal ones;
-        of the groups that really follow each other one frame each is kept."""
+        """Compute the patches of a video.
+
+        Each frame goes through the image processor, which makes it a whole group of equal ones; of the groups that
+        really follow each other one frame each is kept.
+        """
         times, rows, columns = handle.grid
         size, frames = (columns * self._patch, rows * self._patch), []
         for frame in frames_of(handle, clip):
@@ -262,8 +264,10 @@ class VisionProcessor:
         return torch.cat(parts, dim=1)
 
     def features(self, rows: Sequence[tuple[int, Media]], known: dict[str, tuple[MediaHandle, int]]) -> list[Tensor]:
-        """For each row (its length, its images) int64 [length]: the feature that a token takes, -1 for text. `known`
-        collects the images, each once, with their first feature."""
+        """Map tokens to features, int64 [length] for each row (its length, its images); -1 for text.
+
+        `known` collects the images, each once, with their first feature.
+        """
         found = []
         for length, media in rows:
             feature_L = torch.full((length,), -1, dtype=torch.int64)
@@ -278,14 +282,16 @@ class VisionProcessor:
         return found
 
     def together(self, rows: Sequence[tuple[int, Media]]) -> tuple[list[Tensor], list[Tensor], tuple[MediaHandle, ...]]:
-        """Of each row the positions [3, length] and the features [length]; and the images that have these."""
+        """Positions [3, length] and features [length] of each row, and the images that have these features."""
         known: dict[str, tuple[MediaHandle, int]] = {}
         features = self.features(rows, known)
         return [self.positions(*row) for row in rows], features, tuple(handle for handle, _ in known.values())
 
     def load(self, feature_ids: Tensor, images: Media, device: torch.device) -> VisionInput:
-        """The pixels of these images on the device, in parts of at most max_patches (a larger image is one alone; a
-        video may be cut, for its times do not see each other in the tower)."""
+        """Load the pixels of these images on the device, in parts of at most max_patches.
+
+        A larger image is one part alone; a video may be cut, for its times do not see each other in the tower.
+        """
         parts: list[list[tuple[Tensor, tuple[int, int, int]]]] = []
         room = 0
         for handle in images:
@@ -312,7 +318,7 @@ class VisionProcessor:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class VisionInput:
-    """Images of a micro-batch."""
+    """Images of a micro-batch, as pixels on the device."""
 
     feature_ids: Tensor  # int64, as input_ids: the feature that the token takes, -1 for text
     parts: tuple[tuple[Tensor, Tensor], ...]  # float32 [K, patch width], int64 [images, 3] on the CPU
@@ -321,7 +327,7 @@ class VisionInput:
 
 
 class _PixelCache:
-    """Tensors by key, least recently used first out; two threads that ask for one at a time compute it once."""
+    """Cache of tensors by key, least recently used first out; two threads that ask for one compute it once."""
 
     def __init__(self, limit: int) -> None:
         self._held: OrderedDict[str, Tensor] = OrderedDict()
@@ -345,7 +351,7 @@ _pixels = _PixelCache(_CACHE_BYTES)
 
 
 def processor_of(model: ModelConfig, config: PretrainedConfig) -> VisionProcessor | None:
-    """None for a model that reads text only."""
+    """Load the processor of a vision-language model; None for a model that reads text only."""
     return VisionProcessor(model, config) if families.sees(config) else None
 
 
@@ -358,9 +364,15 @@ def run(
     collective: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """The language model's output on text and images. position_ids: [4, ...] (text, then the three axes), or [3, ...].
+    """Run the language model on text and images; return its output.
 
-    collective: the model is sharded over all ranks, which call this together.
+    Args:
+        hf: the vision-language model.
+        input_ids: token ids.
+        position_ids: [4, ...] (text, then the three axes), or [3, ...].
+        images: images of the micro-batch; None for text alone.
+        collective: the model is sharded over all ranks, which call this together.
+        kwargs: further arguments of the language model.
     """
     core: Any = hf.base_model
     embeds, deep = hf.get_input_embeddings()(input_ids), ()
@@ -372,8 +384,10 @@ def run(
 
 
 def _merged(tower: Any, embeds: Tensor, images: VisionInput, collective: bool) -> tuple[Tensor, list[Tensor], Tensor]:
-    """Embeddings with features in their places; Qwen3-VL's further features of these places, one [F', H] for each of
-    the first layers; and the places."""
+    """Compute the embeddings with features in their places; returns them, further features, and the places.
+
+    Further features of these places are Qwen3-VL's, one [F', H] for each of the first layers.
+    """
     trained = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in tower.parameters())
     count = max(len(images.parts), int(trained))  # a tower that is trained runs once at least
     if collective and torch.distributed.is_initialized():

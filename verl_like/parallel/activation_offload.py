@@ -17,9 +17,9 @@ MIN_BYTES = 1 << 20  # smaller tensors are not worth a copy
 
 
 class ActivationOffload:
-    """For a CUDA device. Use `active()` around a forward pass; its backward pass may run outside.
+    """Offload of activations to the host, for a CUDA device.
 
-    `num_bytes` counts what was moved.
+    Use `active()` around a forward pass; its backward pass may run outside. `num_bytes` counts the bytes moved.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -29,7 +29,7 @@ class ActivationOffload:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Saved tensors of operations inside travel to the host, and back when they are asked for."""
+        """Move the saved tensors of operations inside to the host, and back when they are asked for."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
 
@@ -51,7 +51,7 @@ class ActivationOffload:
 
 
 class _OnHost:
-    """A tensor on its way to the host, or there."""
+    """Tensor on its way to the host, or there."""
 
     def __init__(self, host: Tensor, done: torch.cuda.Event, device: torch.device) -> None:
         self._host, self._done, self._device = host, done, device
@@ -62,7 +62,7 @@ class _OnHost:
 
 
 def worth_moving(tensor: Tensor) -> bool:
-    """A floating-point activation of some size. Weights are parameters, or views of one."""
+    """True for a floating-point activation of some size. Weights are parameters, or views of one."""
     base = tensor._base if tensor._base is not None else tensor
     is_weight = isinstance(base, nn.Parameter)
     return tensor.is_floating_point() and tensor.nbytes >= MIN_BYTES and not is_weight

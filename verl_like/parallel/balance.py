@@ -1,4 +1,4 @@
-"""Which rows travel together: micro-batches under a token budget, and equal work for every rank. Pure, deterministic.
+"""Balance of rows: micro-batches under a token budget, and equal work for every rank. Pure, deterministic.
 
 Micro-batches: `few_bins` finds how few hold all rows (in practice the lower bound or one more); Karmarkar-Karp
 differencing then tries to even the bins out. Where the evened-out bins would break the budget, the packed ones stay: a
@@ -32,7 +32,7 @@ _CANDIDATES = 256  # sizes that are tried beside the largest one of a bin: bound
 
 
 def few_bins(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Positions of the sizes in each bin; no bin holds more than `capacity`, which no size exceeds."""
+    """Pack sizes into few bins: positions in each bin. No bin holds more than `capacity`, which no size exceeds."""
     first = best_fit_decreasing(sizes, capacity)
     if len(first) <= least(sizes, capacity):
         return first
@@ -41,12 +41,12 @@ def few_bins(sizes: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def least(sizes: Sequence[int], capacity: int) -> int:
-    """No packing has fewer bins: what the sizes add up to, or one for each that is over half."""
+    """Lower bound of the number of bins: what the sizes add up to, or one for each that is over half."""
     return max(math.ceil(sum(sizes) / capacity), sum(2 * size > capacity for size in sizes))
 
 
 def best_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Largest size first, each into the fullest bin that still has room for it."""
+    """Pack the largest size first, each into the fullest bin that still has room for it."""
     bins: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (free space, bin), ascending
     for i in _largest_first(sizes):
@@ -60,7 +60,7 @@ def best_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def fullest_bins(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Bin after bin: the largest size left and the best company for it."""
+    """Fill bin after bin with the largest size left and the best company for it."""
     left, bins = _largest_first(sizes), []
     while left:
         largest, others = left[0], left[1:]
@@ -90,7 +90,7 @@ def best_subset(sizes: Sequence[int], room: int) -> list[int]:
 
 
 def _spread(positions: list[int]) -> list[int]:
-    """At most `_CANDIDATES` of them, evenly spread over the order."""
+    """Pick at most `_CANDIDATES` of the positions, evenly spread over the order."""
     count = len(positions)
     return positions if count <= _CANDIDATES else [positions[k * count // _CANDIDATES] for k in range(_CANDIDATES)]
 
@@ -105,7 +105,7 @@ _EVEN = (1.0, 1.01, 1.03, 1.06, 1.12)  # of the mean: how full the fullest micro
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptsOfRows:
-    """Which rows have the same prompt, and what a prompt costs (tokens, or operations)."""
+    """Prompts of rows: which rows have the same one, and its cost (tokens, or operations)."""
 
     numbers: Sequence[int]  # equal for rows with the same prompt
     costs: Sequence[float]  # of each row's prompt: saved where another row of the same prompt is there already
@@ -116,7 +116,7 @@ class PromptsOfRows:
         return sum(costs[i] for i in rows) - repeated
 
     def groups(self, rows: Sequence[int]) -> list[list[int]]:
-        """The rows by prompt, in order of first appearance."""
+        """Group the rows by prompt, in order of first appearance."""
         found: dict[int, list[int]] = {}
         for i in rows:
             found.setdefault(self.numbers[i], []).append(i)
@@ -124,7 +124,10 @@ class PromptsOfRows:
 
 
 def fill_budget(rows: Sequence[int], tokens: Sequence[int], prompts: PromptsOfRows, budget: int) -> list[list[int]]:
-    """Micro-batches of at most `budget` tokens, about equally full. `tokens[i]` <= budget includes row i's prompt."""
+    """Pack rows into micro-batches of at most `budget` tokens, about equally full.
+
+    `tokens[i]` <= budget includes row i's prompt.
+    """
     if not rows:
         return []
     groups = prompts.groups(rows)
@@ -157,7 +160,7 @@ def _slices(group: list[int], pieces: int) -> list[list[int]]:
 
 
 def _fill(groups: list[list[int]], tokens: Sequence[int], prompts: PromptsOfRows, capacity: int) -> list[list[int]]:
-    """The largest group that fits, again and again; then parts of groups, as long as they are worth their prompt."""
+    """Take the largest group that fits, again and again; then parts of groups, while they are worth their prompt."""
     waiting = {g: sorted(group, key=lambda i: -tokens[i]) for g, group in enumerate(groups)}
     sizes = sorted((prompts.total(group, tokens), g) for g, group in waiting.items())
     bins: list[list[int]] = []
@@ -187,7 +190,7 @@ def _fill(groups: list[list[int]], tokens: Sequence[int], prompts: PromptsOfRows
 def _best_part(
     candidates: list[int], waiting: dict[int, list[int]], tokens: Sequence[int], prompts: PromptsOfRows, room: float
 ) -> tuple[int, list[int]]:
-    """The group whose longest rows, as far as they fit, leave the least room; and those rows."""
+    """Find the group whose longest rows, as far as they fit, leave the least room; and those rows."""
     best: tuple[float, int, list[int]] = (0.0, -1, [])
     for g in candidates:
         prompt = prompts.costs[waiting[g][0]]
@@ -203,7 +206,7 @@ def _best_part(
 
 
 def _own(part: Sequence[int], tokens: Sequence[int], prompts: PromptsOfRows) -> float:
-    """Tokens after the prompt."""
+    """Count the tokens after the prompt."""
     return sum(tokens[i] - prompts.costs[i] for i in part)
 
 
@@ -213,11 +216,13 @@ _EVEN_ENOUGH = 1.001
 def micro_batches(
     num_tokens: Sequence[int], rule: MicroBatchRule, prompts: PromptsOfRows | None = None
 ) -> list[list[int]]:
-    """Cut rows into micro-batches; each row is in exactly one. `num_tokens[i]` is the length of row i in tokens.
+    """Cut rows into micro-batches: positions of the rows in each; a row is in exactly one.
 
-    `rule.max_tokens`: no micro-batch holds more tokens, but a longer row travels alone.
-    `rule.max_sequences`: no micro-batch holds more rows. Tokens are balanced in both cases.
-    `prompts`: rows of one micro-batch share their prompt, which then counts once; a token budget makes use of it.
+    Args:
+        num_tokens: length of each row in tokens.
+        rule: `max_tokens`: no micro-batch holds more tokens, but a longer row travels alone. `max_sequences`: no
+            micro-batch holds more rows. Tokens are balanced in both cases.
+        prompts: rows of one micro-batch share their prompt, which then counts once; a token budget makes use of it.
     """
     if not num_tokens:
         return []
@@ -231,8 +236,8 @@ def micro_batches(
 def balance_ranks(costs: Sequence[float], num_ranks: int, prompts: PromptsOfRows | None = None) -> list[list[int]]:
     """Give every rank about the same total cost; row counts may differ and be zero. Rows stay in ascending order.
 
-    `prompts`: rows of one rank share their prompt. Of whole groups, halves of groups ... single rows, that cut is taken
-    whose most loaded rank has least to do; finer ones are not tried where they could not win a thousandth.
+    `prompts`: rows of one rank share their prompt. Of the cuts into whole groups, halves of groups ... single rows, the
+    one is taken whose most loaded rank has least to do; finer ones are not tried where they could not win a thousandth.
     """
     if num_ranks < 1:
         raise ValueError(f"cannot balance over {num_ranks} ranks")
@@ -265,7 +270,7 @@ def _by_tokens(num_tokens: Sequence[int], budget: int, prompts: PromptsOfRows | 
 
 
 def _by_count(num_tokens: Sequence[int], max_rows: int) -> list[list[int]]:
-    """Longest rows first, each to the bin with the fewest tokens that still has room."""
+    """Put the longest rows first, each into the bin with the fewest tokens that still has room."""
     num_bins = math.ceil(len(num_tokens) / max_rows)
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     heap = [(0, b) for b in range(num_bins)]
@@ -303,7 +308,7 @@ _Bins = list[tuple[float, list[int]]]
 
 
 def _joined(a: _Bins, b: _Bins, num_bins: int) -> _Bins:
-    """The fullest bin of one with the emptiest of the other, and so on."""
+    """Join the fullest bin of `a` with the emptiest of `b`, and so on."""
     shared = max(0, len(a) + len(b) - num_bins)
     backwards = b[::-1]
     alone = len(b) - shared  # the fullest of b, which meet empty bins

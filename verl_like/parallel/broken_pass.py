@@ -1,4 +1,4 @@
-"""A backward pass of FSDP2 that broke off on this rank: the rest of it, so that no other rank waits for this one.
+"""Completion of an FSDP2 backward pass that broke off on this rank, so that no other rank waits for it.
 
 The others go from unit to unit and gather weights and add up gradients. This rank does the same with zeros for the
 gradients that it has not computed, by FSDP2's own methods, so that the order is theirs. It may have broken off inside
@@ -29,24 +29,24 @@ _OF_OLDER_GROUP = ("_all_gather_result", "_post_reduce_event", "_all_reduce_stat
 
 
 class Reduction:
-    """FSDP2's own reduce-scatter of one unit, which knows whether this backward pass has come to it."""
+    """FSDP2's own reduce-scatter of one unit, with a note whether this backward pass has run it."""
 
     def __init__(self, own: Any) -> None:
         self._own, self.done = own, False
 
     def allocate(self, *arguments: Any, **options: Any) -> Tensor:
-        """See torch's ReduceScatter."""
+        """Forward to torch's ReduceScatter."""
         return self._own.allocate(*arguments, **options)
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """See torch's ReduceScatter."""
+        """Run torch's ReduceScatter, and note that it ran."""
         work = self._own(*arguments, **options)
         self.done = True
         return work
 
 
 def is_possible(units: Sequence[nn.Module]) -> bool:
-    """Whether this torch has what it takes to forget a pass that broke off, and to complete it (2.11 and 2.13 have)."""
+    """Check that this torch has all that forgetting and completing a broken pass needs (2.11 and 2.13 have)."""
     of_state, of_group = _OF_STATE, _OF_GROUP
     if not _resets_itself():
         of_state, of_group = (*of_state, *_OF_OLDER_STATE), (*of_group, *_OF_OLDER_GROUP)
@@ -56,22 +56,23 @@ def is_possible(units: Sequence[nn.Module]) -> bool:
 
 
 def note_reductions(units: Sequence[nn.Module]) -> None:
-    """Once, before the first pass: `complete` needs to know which reductions were done."""
+    """Wrap the reductions of the units, once, before the first pass: `complete` needs to know which were done."""
     for group in _groups(units):
         group._reduce_scatter_comm = Reduction(group._reduce_scatter_comm)
 
 
 def begin(units: Sequence[nn.Module]) -> None:
-    """A new pass: nothing is reduced yet."""
+    """Begin a new pass: no unit has reduced its gradients yet."""
     for group in _groups(units):
         group._reduce_scatter_comm.done = False
 
 
 def complete(units: Sequence[nn.Module], graph: list[Tensor]) -> None:
-    """Take part in all that is left of this backward pass (collective with those that go on with it).
+    """Take part in all that is left of this backward pass (collective with the ranks that go on with it).
 
-    units: the root, then the layers in the order of the forward pass. graph: the loss, which is taken out, so that
-    the memory of what it was computed from is free before weights are gathered.
+    units: the root, then the layers in the order of the forward pass.
+    graph: the loss, alone in a list, which is taken out, so that the memory of the tensors it was computed from is free
+        before weights are gathered.
     """
     inner, trained = _in_graph(graph[0])
     graph.clear()
@@ -98,7 +99,7 @@ def complete(units: Sequence[nn.Module], graph: list[Tensor]) -> None:
 
 
 def forget(units: Sequence[nn.Module]) -> None:
-    """Make FSDP2 ready for a new pass: all that it remembers of one that broke off goes, with its gradients."""
+    """Make FSDP2 ready for a new pass: drop all that it remembers of one that broke off, gradients included."""
     root, state = units[0], _state(units[0])
     assert isinstance(root, FSDPModule)
     if _resets_itself():
@@ -124,7 +125,7 @@ def forget(units: Sequence[nn.Module]) -> None:
 
 
 def drop_unsharded_gradients(units: Sequence[nn.Module]) -> None:
-    """Those that micro-batches without a reduction have added up: torch's own reset leaves them."""
+    """Drop the gradients that micro-batches without a reduction have added up: torch's own reset leaves them."""
     for group in _groups(units):
         for parameter in group.fsdp_params:
             parameter.unsharded_accumulated_grad = None
@@ -142,13 +143,15 @@ def _state(unit: nn.Module) -> Any:
 
 
 def _groups(units: Sequence[nn.Module]) -> Iterator[Any]:
-    """FSDP2's group of each unit's own weights; a unit may have none."""
+    """Yield FSDP2's group of each unit's own weights; a unit may have none."""
     return (group for unit in units if (group := _state(unit)._fsdp_param_group) is not None)
 
 
 def _in_graph(loss: Tensor) -> tuple[set[int], set[int]]:
-    """By their ids, the groups whose input has a gradient, which FSDP2 marks in the graph, and the weights that get
-    one. The same on all ranks, which a reduction needs."""
+    """Find by id the groups whose input has a gradient, which FSDP2 marks in the graph, and the weights that get one.
+
+    Both are the same on all ranks, which a reduction needs.
+    """
     nodes, ahead = set(), [loss.grad_fn]
     while ahead:
         node = ahead.pop()
@@ -160,13 +163,13 @@ def _in_graph(loss: Tensor) -> tuple[set[int], set[int]]:
 
 
 def _takes_part(group: Any, inner: set[int], trained: set[int]) -> bool:
-    """Whether the backward pass comes to a layer: below the first one with a trained weight it does not."""
+    """True where the backward pass comes to a layer: below the first one with a trained weight it does not."""
     weights = [getattr(parameter, "_unsharded_param", None) for parameter in group.fsdp_params]  # none before a gather
     return id(group) in inner or any(id(weight) in trained for weight in weights)
 
 
 def _enter_again(group: Any) -> None:
-    """`pre_backward` once more. It may have broken off before the gather of this unit, or of the next one."""
+    """Call the group's `pre_backward` again: it may have broken off before the gather of this unit, or of the next."""
     order = group.comm_ctx.post_forward_order
     group._post_forward_indices[:] = [max(index for index, other in enumerate(order) if other is group)]
     _set_idle(group)
@@ -178,7 +181,7 @@ def _set_idle(group: Any) -> None:
 
 
 def _give_zeros(group: Any, trained: set[int]) -> None:
-    """To the weights that have no gradient yet, where they are to be added up and were not."""
+    """Give zero gradients to the weights that have none yet, where they are to be added up and were not."""
     if not group.reduce_grads or group._reduce_scatter_comm.done:
         return
     for parameter in group.fsdp_params:

@@ -31,7 +31,7 @@ _AT_ONCE = {"cpu": 1 << 17, "cuda": 1 << 22}  # entries whose int64 copies exist
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A part of a matrix: `values` [r, c] are what it holds from (row, column) on."""
+    """Part of a matrix: `values` [r, c] are its entries from (row, column) on."""
 
     values: Tensor
     row: int
@@ -39,17 +39,17 @@ class Slice:
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
-    """[everything else, last axis]; one row of a vector or number."""
+    """View a tensor as [everything else, last axis]; a vector or number becomes one row."""
     return tensor.reshape(1, -1) if tensor.ndim < 2 else tensor.flatten(0, -2)
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Of a whole tensor: int64, without dimensions, on its device; nothing waits for it."""
+    """Checksum of a whole tensor: int64, without dimensions, on its device; does not wait for the device."""
     return checksum_of(Slice(as_matrix(tensor), 0, 0))
 
 
 def checksum_of(part: Slice) -> Tensor:
-    """What a part adds to the checksum of the whole."""
+    """Amount that a part adds to the checksum of the whole: int64, without dimensions."""
     table_RC = part.values.detach()
     (rows, width), device = table_RC.shape, table_RC.device
     columns_C = _weights(part.column, width, _TURN, device)
@@ -63,7 +63,7 @@ def checksum_of(part: Slice) -> Tensor:
 
 
 def values_of(sums: list[Tensor]) -> list[int]:
-    """Checksums as numbers; waits for the device once, where all are on one."""
+    """Fetch checksums as numbers; waits for the device once, where all are on one."""
     if not sums:
         return []
     if len({total.device for total in sums}) == 1:
@@ -72,7 +72,7 @@ def values_of(sums: list[Tensor]) -> list[int]:
 
 
 def total(sums: list[int]) -> int:
-    """Checksums of parts added up, as int64 would."""
+    """Add up the checksums of parts, as int64 would."""
     return (sum(sums) + 2**63) % 2**64 - 2**63
 
 
@@ -95,20 +95,20 @@ _BLOCK = 2**22  # numbers
 
 
 def sketch(part: Slice) -> Tensor:
-    """What a part of a matrix adds to the sketch of its rows: float64 [r, WIDTH], on the CPU."""
+    """Amount that a part of a matrix adds to the sketch of its rows: float64 [r, WIDTH], on the CPU."""
     signs_CK = _signs(part.column + part.values.shape[1])[part.column :].to(part.values.device).double()
     return torch.cat([rows @ signs_CK for rows in blocks(part.values)]).cpu()
 
 
 def blocks(values_RC: Tensor) -> Iterator[Tensor]:
-    """Its rows in float64, so many at a time that the copies stay small beside the weights of a model."""
+    """Yield the rows in float64, so many at a time that the copies stay small beside the weights of a model."""
     for rows in values_RC.detach().split(max(1, _BLOCK // values_RC.shape[1])):
         yield rows.double()
 
 
 @functools.lru_cache(maxsize=64)
 def _signs(count: int) -> Tensor:
-    """The first rows of R, the same in every process."""
+    """Rows of R from the first on, the same in every process."""
     with torch.inference_mode(False):
         generator = torch.Generator().manual_seed(0)
         return torch.randint(2, (count, WIDTH), generator=generator).float().mul_(2).sub_(1)

@@ -1,4 +1,4 @@
-"""What this process's device can do at most: matrix operations and memory traffic a second.
+"""Peak of this process's device: matrix operations and memory traffic a second.
 
 GPUs that are listed are judged by their data sheet (dense bfloat16, as the field quotes utilisation); a CPU, and a GPU
 that is not listed, by what a large matrix product and a large copy reach here and now.
@@ -40,7 +40,7 @@ class DevicePeak:
     source: str  # "data sheet" or "measured"
 
     def times(self, devices: int) -> DevicePeak:
-        """The same of several equal devices."""
+        """Peak of `devices` equal devices together."""
         return DevicePeak(flops=self.flops * devices, bandwidth=self.bandwidth * devices, source=self.source)
 
 
@@ -54,7 +54,7 @@ def device_peak(device: torch.device, dtype: torch.dtype) -> DevicePeak:
 
 
 def data_sheet(device_name: str) -> tuple[float, float] | None:
-    """(operations/s, bytes/s) of a known GPU; the longest name that matches, so that H200 is no H20."""
+    """Look up (operations/s, bytes/s) of a known GPU, by the longest name that matches, so that H200 is no H20."""
     known = _longest_match(_DATA_SHEETS, device_name)
     return None if known is None else _DATA_SHEETS[known]
 
@@ -75,7 +75,7 @@ def _longest_match(names: Iterable[str], device_name: str) -> str | None:
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype) -> DevicePeak:
-    """The best of several large matrix products and copies, with the threads that torch uses in this process."""
+    """Measure the best of several large matrix products and copies, with torch's threads in this process."""
     side = 8192 if device.type == "cuda" else 1024
     generator = torch.Generator(device).manual_seed(0)  # the global one is the trainer's
     a, b = (torch.randn(side, side, device=device, generator=generator).to(dtype) for _ in range(2))

@@ -17,7 +17,7 @@ from verl_like.parallel.host_memory import keep_freed_memory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessInfo:
-    """Where this process stands in its worker group."""
+    """Place of this process in its worker group."""
 
     rank: int
     world_size: int
@@ -38,11 +38,21 @@ def init_distributed(
 ) -> ProcessInfo:
     """Set the environment torchrun would set and join the process group (a group of one included).
 
-    On a CPU the process also keeps the memory it frees (host_memory.py). deterministic_seed: for
-    trainer.full_determinism; None leaves torch as it is.
+    On a CPU the process also keeps the memory it frees (host_memory.py).
 
-    `device` is "cpu" (gloo) or "cuda" (nccl for GPU tensors, gloo for CPU tensors). Raises ValueError for another
-    device or a missing GPU, and whatever torch raises when the group does not assemble within `timeout_s` seconds.
+    Args:
+        rank: number of this process among all.
+        world_size: number of processes.
+        local_rank: number of this process on its machine.
+        local_world_size: number of processes on this machine.
+        master_address: where the processes meet.
+        master_port: port there; 0 finds a free one for a group of one.
+        device: "cpu" (gloo) or "cuda" (nccl for GPU tensors, gloo for CPU tensors).
+        timeout_s: seconds that the group may take to assemble, and a collective to finish.
+        deterministic_seed: for trainer.full_determinism; None leaves torch as it is.
+
+    Raises ValueError for another device or a missing GPU, and whatever torch raises when the group does not assemble in
+    time.
     """
     if device not in ("cpu", "cuda"):
         raise ValueError(f"trainer.device={device!r} is not a device of a worker: use 'cpu' or 'cuda'")
@@ -89,7 +99,7 @@ def shutdown_distributed() -> None:
 
 
 def _loopback_store(rank: int, world_size: int, port: int, timeout: datetime.timedelta) -> dist.Store:
-    """What torch.distributed meets at, heard on this machine alone: by itself it listens to the whole network."""
+    """Open the store that torch.distributed meets at, on this machine alone: torch's own listens to every network."""
     listener = None
     if rank == 0:
         server = socket.create_server(("127.0.0.1", port))
@@ -114,7 +124,7 @@ def all_reduce_max(value: int) -> int:
 
 
 def _cuda_index(local_rank: int) -> int:
-    """Ray shows a worker only its own GPU, which is then number 0; a plain launcher shows all of them."""
+    """Index of this process's GPU. Ray shows a worker only its own, number 0; a plain launcher shows all of them."""
     visible = torch.cuda.device_count()
     if visible == 0:
         raise ValueError("trainer.device='cuda', but torch sees no GPU here: use trainer.device=cpu")

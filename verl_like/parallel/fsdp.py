@@ -30,14 +30,21 @@ if TYPE_CHECKING:
 
 
 class Sharding:
-    """One model sharded over the ranks. All methods are collective; parameter names are the unsharded model's.
+    """Model sharded over the ranks by FSDP2. All methods are collective; parameter names are the unsharded model's.
 
-    Building one fills the model from rank 0 and shards every layer given, then the root (embedding, final norm, head),
-    in place.
+    The constructor fills the model from rank 0 and shards every layer given, then the root (embedding, final norm,
+    head), in place.
 
-    compute_dtype: what weights are gathered in; the shards keep the dtype they have.
-    tensor: which linear layers to split among the ranks of tensor-parallel groups. A layer is then sharded over the
-    ranks that hold the same split, the root over all ranks: each rank of a group has its own part of the root's work.
+    Args:
+        model: the model; rank 0 holds its weights, the others hold it on the meta device.
+        layers: modules to shard as units, in the order of the forward pass.
+        fsdp: fsdp_config.
+        compute_dtype: precision in which weights are gathered; the shards keep the dtype they have.
+        reduce_dtype: precision in which gradients are added up.
+        buffer_dtype: precision of floating-point buffers; None keeps the model's.
+        device: where the passes run.
+        tensor: linear layers to split among the ranks of tensor-parallel groups. A layer is then sharded over the ranks
+            that hold the same split, the root over all ranks: each rank of a group has its own part of the root's work.
 
     A rank alone has nobody to add up gradients with: doing it once costs no memory, unless the shards are narrower than
     the sum. On a CPU it keeps the gathered weights as well, as with reshard_after_forward=False: they are a copy, and
@@ -45,8 +52,9 @@ class Sharding:
 
     root: the module to call.
     reduces_once: gradients are reduced only once per optimizer step, whatever fsdp_config.sync_every_micro_batch says.
-    recovers: a pass that broke off can be forgotten (`recover`). gathers_the_rest, reduces_the_rest: a forward or
-    backward pass that broke off on one of several ranks can be completed.
+    recovers: a pass that broke off can be forgotten (`recover`).
+    gathers_the_rest, reduces_the_rest: a forward or backward pass that broke off on one of several ranks can be
+    completed.
     """
 
     def __init__(
@@ -106,7 +114,7 @@ class Sharding:
         _sum_gradients(model)
 
     def set_gradient_sync(self, enabled: bool) -> None:
-        """Whether the next backward pass reduces gradients over the ranks or adds them up unsharded on each."""
+        """Choose whether the next backward pass reduces gradients over the ranks or adds them up unsharded on each."""
         assert isinstance(self.root, FSDPModule)
         self.root.set_requires_gradient_sync(enabled)
 
@@ -116,14 +124,16 @@ class Sharding:
             self._reached.append(unit)
 
     def forward_begins(self) -> None:
-        """The root's next call is a pass of its own."""
+        """Note that the root's next call is a pass of its own."""
         self._reached = []
         if self.reduces_the_rest:
             broken_pass.begin(self._units)
 
     def gather_the_rest(self) -> None:
-        """Take part in the gathers of a forward pass that this rank has broken off and others go on with. Units are
-        gathered in the order of the forward pass, each once."""
+        """Take part in the gathers of a forward pass that this rank has broken off and others go on with.
+
+        Units are gathered in the order of the forward pass, each once.
+        """
         reached, self._reached = self._reached or [], None
         for unit in self._units[len(reached) :]:
             assert isinstance(unit, FSDPModule)
@@ -131,8 +141,11 @@ class Sharding:
             unit.reshard()
 
     def reduce_the_rest(self, graph: list[Tensor]) -> None:
-        """Take part in the gathers and reductions of a backward pass that this rank has broken off and others go on
-        with; its gradients are worthless then. graph: the loss, which is taken out to free what it came from."""
+        """Take part in the gathers and reductions of a backward pass that broke off here and that others go on with.
+
+        This rank's gradients are worthless then. graph: the loss, alone in a list, which is taken out to free its
+        graph.
+        """
         broken_pass.complete(self._units, graph)
 
     def recover(self) -> None:
@@ -143,30 +156,32 @@ class Sharding:
         self.drop_gradients()
 
     def reshard(self) -> None:
-        """Free the gathered weights that passes leave behind; before an optimizer step reads the shards."""
+        """Free the gathered weights that passes leave behind; call it before an optimizer step reads the shards."""
         for module in self.root.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def parameters(self) -> list[nn.Parameter]:
-        """This rank's shards that are trained: what the optimizer gets."""
+        """Trained shards of this rank, for the optimizer."""
         return [p for p in self.root.parameters() if p.requires_grad]
 
     @property
     def tensor_group(self) -> SequenceRanks | None:
-        """The ranks among which every layer is split (parallel/tensor.py); they need the same rows, in slices."""
+        """Ranks among which every layer is split (parallel/tensor.py); they need the same rows, in slices."""
         return None if self._splitter is None else self._splitter.group
 
     def complete_gradients(self) -> None:
-        """Add up what the ranks of the tensor group have of one gradient; once, after the last micro-batch. What of a
-        layer is not split (norms, an adapter's other half) has had the group's tokens apart, or its heads; FSDP has
-        summed over the ranks of the same split alone."""
+        """Add up the parts that the ranks of the tensor group have of one gradient; once, after the last micro-batch.
+
+        Weights of a layer that are not split (norms, an adapter's other half) have had the group's tokens apart, or its
+        heads; FSDP has summed over the ranks of the same split alone.
+        """
         if self._splitter is not None:
             partial = [p for p in self.parameters() if self._held_by(p) is self._layer_mesh and p.grad is not None]
             sum_in_place([local_tensor(p.grad) for p in partial], self._splitter.group.group, self._device)
 
     def _held_by(self, parameter: nn.Parameter) -> DeviceMesh | None:
-        """The mesh a parameter is sharded over: the root's, the layers', or None for a split weight (both axes)."""
+        """Mesh that a parameter is sharded over: the root's, the layers', or None for a split weight (both axes)."""
         assert isinstance(parameter, DTensor)
         meshes = (self._mesh, self._layer_mesh)
         return next((mesh for mesh in meshes if parameter.device_mesh == mesh), None)
@@ -179,7 +194,7 @@ class Sharding:
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def _norm_of_parts(self, group: SequenceRanks) -> Tensor:
-        """Squares are added up over the ranks that hold different parts: three kinds of parameters, three groups."""
+        """Norm from squares summed over the ranks that hold different parts: one sum for each kind of parameter."""
         squares = torch.zeros(3, device=self._device)  # the root's, the layers', those of split weights
         meshes = (self._mesh, self._layer_mesh, None)
         for p in self.parameters():
@@ -192,7 +207,7 @@ class Sharding:
         return squares.sum().sqrt()
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, full float32 gradient on the device) of every parameter that has one, for checks."""
+        """Yield (name, full float32 gradient on the device) of every parameter that has one, for checks."""
         for name, parameter in self.root.named_parameters():
             if parameter.requires_grad and parameter.grad is not None:
                 yield name, self._gather(parameter, parameter.grad, torch.float32)
@@ -205,17 +220,20 @@ class Sharding:
     def full_weights(
         self, dtype: torch.dtype, wanted: Callable[[str], bool] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """(name, full tensor on the device), one after the other, cast to `dtype` before the gather where possible.
+        """Yield (name, full tensor on the device), cast to `dtype` before the gather where possible.
 
-        wanted: of these names alone; nothing else is gathered."""
+        wanted: true for the names to gather; None gathers all.
+        """
         for name, parameter in self.root.named_parameters():
             if wanted is None or wanted(name):
                 yield name, self._gather(parameter, parameter, dtype)
 
     def local_slices(self) -> Iterator[tuple[str, torch.Size, Slice]]:
-        """(name, whole shape, this rank's part on the device) of every parameter, in the precision of the shards; maybe
-        several parts, or none. Over the ranks of `sum_over_shards` every entry comes once. Gathers nothing. What the
-        ranks of a tensor-parallel group hold alike comes from the first of them."""
+        """Yield (name, whole shape, this rank's part on the device) of every parameter, in the precision of the shards.
+
+        A parameter may have several parts here, or none. Over the ranks of `sum_over_shards` every entry comes once; of
+        the entries that the ranks of a tensor-parallel group hold alike, the first rank yields them. Gathers nothing.
+        """
         self.reshard()
         first = self._splitter is None or self._splitter.group.rank == 0
         for name, parameter in self.root.named_parameters():
@@ -237,12 +255,12 @@ class Sharding:
                 yield name, parameter.shape, _placed(local, parameter.shape, starts)
 
     def sum_over_shards(self, numbers: Tensor) -> Tensor:
-        """Added up over the ranks that hold one model together; on the device."""
+        """Add up numbers over the ranks that hold one model together; on the device."""
         dist.all_reduce(numbers := numbers.to(self._device), group=self._mesh.get_group("shard"))
         return numbers
 
     def _gather(self, parameter: nn.Parameter, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """`tensor` (the parameter, or its gradient) in full: over the shards first, then over the split."""
+        """Gather `tensor` (the parameter, or its gradient) in full: over the shards first, then over the split."""
         if self._splitter is None or self._held_by(parameter) is not None:
             return gather(tensor, self._device, dtype)
         return self._splitter.joined(tensor, self._layer_mesh, self._device, dtype)
@@ -258,31 +276,33 @@ class Sharding:
         return {name: parameter.detach() for name, parameter in self.root.named_parameters()}
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """States by "<name>.<state>"; zero before the first step. Reading a checkpoint into it changes the
-        optimizer."""
+        """States of the optimizer by "<name>.<state>"; zero before the first step.
+
+        Reading a checkpoint into it changes the optimizer.
+        """
         return named_states(self.root.named_parameters(), optimizer)
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """What stands in the model's lists of modules: its layers, and maybe parts of them."""
+    """Modules in the model's lists of modules: its layers, and maybe parts of them."""
     return [block for module in model.modules() if isinstance(module, nn.ModuleList) for block in module]
 
 
 def _holds_any(outer: Sequence[nn.Module], units: Sequence[nn.Module]) -> bool:
-    """Whether one of `units` is a part of one of `outer`."""
+    """True where one of `units` is a part of one of `outer`."""
     parts = {id(part) for module in outer for part in module.modules() if part is not module}
     return any(id(unit) in parts for unit in units)
 
 
 def _placed(local: Tensor, shape: torch.Size, starts: list[int]) -> Slice:
-    """A part of a tensor that begins at `starts`, where it has the whole of all axes but the first and the last."""
+    """Make a slice of a part of a tensor that begins at `starts`; all axes but the first and the last must be whole."""
     if local.ndim < 2:
         return Slice(local.view(1, -1), 0, starts[0] if starts else 0)
     return Slice(as_matrix(local), starts[0] * shape[1:-1].numel(), starts[-1])
 
 
 def gather(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The full tensor on every rank, cast before the gather so that only `dtype` travels (collective)."""
+    """Gather the full tensor on every rank, cast before so that only `dtype` travels (collective)."""
     alone = isinstance(tensor, DTensor) and tensor.device_mesh.size() == 1
     local = local_tensor(tensor.detach()).to(device=device, dtype=dtype, copy=alone)
     if alone or not isinstance(tensor, DTensor):  # a gather from one rank costs what the copy does several times over

@@ -1,4 +1,4 @@
-"""Freed memory of a training process on a CPU stays with the process, up to a bound.
+"""Memory that a training process frees on a CPU stays with the process, up to a bound.
 
 glibc gives large blocks back to the kernel as soon as they are freed, and the kernel clears every page again when the
 next tensor of that size touches it. A training step makes and drops the same tensors over and over, and this costs it
@@ -26,7 +26,7 @@ GROWTH = 2**26  # [bytes] by which the heap grows beyond what is asked for
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc's malloc so, for this process; False where there is another one, or where the user has set it."""
+    """Tell glibc's malloc to keep freed memory; False for another malloc, or where the user set glibc's variables."""
     if platform.libc_ver()[0] != "glibc" or _set_by_user():
         return False
     mallopt = ctypes.CDLL(None).mallopt
@@ -38,13 +38,13 @@ def keep_freed_memory() -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """CUDA's error, Python's, or torch's on a CPU, which has no class of its own."""
+    """True for CUDA's out-of-memory error, Python's, or torch's on a CPU, which has no class of its own."""
     on_cpu = isinstance(error, RuntimeError) and tells_of_memory(str(error))
     return on_cpu or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
 def tells_of_memory(message: str) -> bool:
-    """Whether it is that of torch on a CPU."""
+    """True for the message of torch's out-of-memory error on a CPU."""
     return any(text in message for text in _CPU_TEXTS)
 
 

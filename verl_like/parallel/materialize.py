@@ -17,9 +17,10 @@ Specs = list[tuple[str, tuple[int, ...], torch.dtype]]
 
 
 class Materializer:
-    """Fills the modules of one model; each module and each shared (tied) parameter once. All calls are collective.
+    """Filler of one model's modules; each module and each shared (tied) parameter once. All calls are collective.
 
-    device: where weights go. buffer_device: where buffers go; under CPU offload only the weights stay on the host.
+    device: where weights go.
+    buffer_device: where buffers go; under CPU offload only the weights stay on the host.
     buffer_dtype: precision of floating-point buffers; None keeps the model's.
     """
 
@@ -80,7 +81,7 @@ def _specs(parts: list[tuple[str, nn.Module]]) -> Specs:
 
 
 def _agreed_dtypes(mine: Specs) -> Iterator[torch.dtype]:
-    """Rank 0's precisions (a checkpoint may keep some modules in another one), after a look at names and shapes."""
+    """Yield rank 0's precisions (a checkpoint may keep modules in another one), after a look at names and shapes."""
     if dist.get_world_size() == 1:
         return iter([dtype for _, _, dtype in mine])
     first: list[Specs | None] = [mine]

@@ -1,4 +1,4 @@
-"""Meshes of ranks, shards as plain tensors, and what is done shard by shard: clipping, states of the optimizer."""
+"""Meshes of ranks, shards as plain tensors, and work done shard by shard: clipping, states of the optimizer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 def build_mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
-    """One axis over all ranks; with 0 < fsdp_size < world size two axes: replicate between groups, shard inside."""
+    """Build the mesh of all ranks.
+
+    One axis ("shard"); with 0 < fsdp_size < world size two: "replicate" between groups, "shard" inside.
+    """
     world = dist.get_world_size()
     if fsdp_size <= 0 or fsdp_size >= world:
         return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
@@ -26,7 +29,10 @@ def build_mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
 
 
 def build_tensor_mesh(device: torch.device, fsdp_size: int, size: int) -> DeviceMesh:
-    """As `build_mesh`, with one more axis: "tensor", of `size` neighbouring ranks, which are among the fsdp_size."""
+    """Build the mesh of `build_mesh` with one more axis: "tensor", of `size` neighbouring ranks of the fsdp_size.
+
+    Raises ValueError, naming the keys, where the sizes do not divide the ranks.
+    """
     key, world = "fsdp_config.tensor_parallel_size", dist.get_world_size()
     if world % size:
         raise ValueError(f"{key}={size} does not divide the {world} ranks")
@@ -39,12 +45,12 @@ def build_tensor_mesh(device: torch.device, fsdp_size: int, size: int) -> Device
 
 
 def fill_devices(fsdp: FSDPConfig, device: torch.device) -> tuple[torch.device, torch.device]:
-    """(where shards live, where buffers live)."""
+    """Choose (device of the shards, device of the buffers)."""
     return (torch.device("cpu") if fsdp.offload_policy else device), device
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's shard (a view), or the tensor itself when it is not sharded."""
+    """Shard of this rank (a view), or the tensor itself when it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -77,7 +83,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: f
 
 
 def named_states(parameters: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Optimizer states by "<parameter>.<state>", the optimizer's own tensors; zero before the first step."""
+    """Collect optimizer states by "<parameter>.<state>", the optimizer's own tensors; zero before the first step."""
     flat: dict[str, Tensor] = {}
     for name, parameter in parameters:
         if parameter.requires_grad:
@@ -89,7 +95,7 @@ def named_states(parameters: Iterable[tuple[str, nn.Parameter]], optimizer: torc
 
 
 def init_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, state: dict[str, Tensor]) -> None:
-    """The state of a parameter that was never stepped, as the optimizer makes it at its first step."""
+    """Fill the state of a parameter that was never stepped, as the optimizer makes it at its first step."""
     if isinstance(optimizer, MakesState):
         optimizer.init_state(parameter, state)
         return
@@ -115,13 +121,13 @@ def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> No
 
 
 def release(moved_to: torch.device) -> None:
-    """Give what a move to the host has freed back to the device, for users other than torch's allocator (vLLM)."""
+    """Give back to the device what a move to the host has freed, for users beside torch's allocator (vLLM)."""
     if moved_to.type == "cpu" and torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def sized_units(module: nn.Module, min_num_params: int, keep_out: Sequence[nn.Module]) -> list[nn.Module]:
-    """Modules to shard as units of at least so many parameters each, inner ones first, without `keep_out`.
+    """Find modules to shard as units of at least so many parameters each, inner ones first, without `keep_out`.
 
     A module becomes a unit when what is left in it, after the units below it, is large enough
     (fsdp_config.wrap_policy.min_num_params; as torch's size_based_auto_wrap_policy). Lists are passed through.

@@ -34,9 +34,11 @@ input is whole and each rank takes its part."""
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TensorPlan:
-    """What is split in one model, by module.
+    """Plan of the split of one model, by module.
 
-    linears: linear layers and how. gathered: the modules around them, at whose entrance the tokens are gathered.
+    size: number of ranks in a group.
+    linears: linear layers and how each is split.
+    gathered: the modules around them, at whose entrance the tokens are gathered.
     """
 
     size: int
@@ -45,7 +47,7 @@ class TensorPlan:
 
 
 class TensorSplitter:
-    """Splits modules in place, before they are sharded over the data-parallel ranks. Not collective.
+    """Splitter of modules in place, before they are sharded over the data-parallel ranks. Not collective.
 
     mesh: the ranks of the group, one axis.
     """
@@ -56,7 +58,7 @@ class TensorSplitter:
         self.group = SequenceRanks(group=mesh.get_group(), size=mesh.size(), rank=mesh.get_local_rank())
 
     def split(self, module: nn.Module) -> None:
-        """Split what the plan names in `module`, whose weights are whole on every rank."""
+        """Split the layers of `module` that the plan names; its weights are whole on every rank."""
         for part in set(module.modules()) - self._done:
             self._done.add(part)
             if part in self._plan.gathered:
@@ -65,7 +67,7 @@ class TensorSplitter:
                 self._split_linear(part, self._plan.linears[part])
 
     def check_complete(self) -> None:
-        """ValueError when a part of the plan was never given to `split`."""
+        """Check that every part of the plan was given to `split`; raises ValueError otherwise."""
         missed = (set(self._plan.linears) | self._plan.gathered) - self._done
         if missed:
             raise ValueError(
@@ -74,8 +76,10 @@ class TensorSplitter:
             )
 
     def joined(self, tensor: Tensor, shards: DeviceMesh, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """A split weight (or its gradient) in full, cast before it travels (collective): over the ranks of `shards`,
-        then over the group."""
+        """Join a split weight (or its gradient) in full, cast before it travels (collective).
+
+        The ranks of `shards` are gathered first, then the group.
+        """
         assert isinstance(tensor, DTensor)
         split, shape = Shard(self.dimension(tensor, shards)), list(tensor.shape)
         shape[split.dim] //= self._mesh.size()
@@ -87,7 +91,7 @@ class TensorSplitter:
         return DTensor.from_local(part, self._mesh, [split], run_check=False).full_tensor()
 
     def dimension(self, tensor: DTensor, shards: DeviceMesh) -> int:
-        """Along which a weight that is also spread over the ranks of `shards` is split."""
+        """Dimension along which a weight that is also spread over the ranks of `shards` is split."""
         (split,) = tensor.placements[shards.ndim :]
         assert isinstance(split, Shard)
         return split.dim
@@ -138,7 +142,7 @@ def _sum_bundle(tensors: list[Tensor], group: dist.ProcessGroup, device: torch.d
 
 
 def _product(linear: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
-    """This rank's part of W x + b, an adapter's part included."""
+    """Compute this rank's part of W x + b, an adapter's part included."""
     y = functional.linear(x, local_tensor(linear.weight), bias)
     if dict(linear.named_children()) and linear.enabled:
         low = functional.linear(x, local_tensor(linear.lora_A.weight))
@@ -155,7 +159,7 @@ def _column_gathered(group: SequenceRanks, linear: nn.Module, input: Tensor) -> 
 
 
 def _row(group: SequenceRanks, linear: nn.Module, input: Tensor) -> Tensor:
-    """The parts are summed; each rank keeps its tokens, and adds the bias to them."""
+    """Sum the ranks' parts; each rank keeps its tokens, and adds the bias to them."""
     y = _SumParts.apply(_product(linear, input, None), group)
     return y if linear.bias is None else y + linear.bias
 
@@ -175,14 +179,14 @@ _FORWARDS: dict[Style, Callable[[SequenceRanks, nn.Module, Tensor], Tensor]] = {
 def _gather_input(
     group: SequenceRanks, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The hidden states of all tokens for a module that was called with this rank's, its first argument."""
+    """Gather the hidden states of all tokens for a module that was called with this rank's, its first argument."""
     if args:
         return (_Gather.apply(args[0], group, -2), *args[1:]), kwargs
     return args, kwargs | {"hidden_states": _Gather.apply(kwargs["hidden_states"], group, -2)}
 
 
 class _Gather(torch.autograd.Function):
-    """The ranks' slices side by side; the gradient of a slice is the sum of the parts that the ranks have of it."""
+    """Slices of the ranks side by side; the gradient of a slice is the sum of the parts that the ranks have of it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: SequenceRanks, dim: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -195,7 +199,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _SumParts(torch.autograd.Function):
-    """The sum of the ranks' parts, of which each keeps its slice of the tokens."""
+    """Sum of the ranks' parts, of which each rank keeps its slice of the tokens."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: SequenceRanks) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

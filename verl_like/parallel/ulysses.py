@@ -18,21 +18,21 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SequenceRanks:
-    """The ranks that share the same rows: `size` neighbours, of which this process is number `rank`."""
+    """Ranks that share the same rows: `size` neighbours, of which this process is number `rank`."""
 
     group: dist.ProcessGroup
     size: int
     rank: int
 
     def heads_in(self, x: Tensor) -> Tensor:
-        """[1, heads, T / n, D] -> [1, heads / n, T, D]."""
+        """Exchange slices of tokens for slices of heads: [1, heads, T / n, D] -> [1, heads / n, T, D]."""
         _, heads, tokens, dim = x.shape
         sent = x[0].reshape(self.size, heads // self.size, tokens, dim)
         received = _AllToAll.apply(sent, self.group)  # [n slices, heads / n, T / n, D]
         return received.transpose(0, 1).reshape(1, heads // self.size, self.size * tokens, dim)
 
     def tokens_in(self, x: Tensor) -> Tensor:
-        """[1, T, heads / n, D] -> [1, T / n, heads, D]."""
+        """Exchange slices of heads for slices of tokens: [1, T, heads / n, D] -> [1, T / n, heads, D]."""
         _, tokens, heads, dim = x.shape
         sent = x[0].reshape(self.size, tokens // self.size, heads, dim)
         received = _AllToAll.apply(sent, self.group)  # [n groups of heads, T / n, heads / n, D]
@@ -44,7 +44,7 @@ class SequenceRanks:
 
 
 def sequence_group(size: int) -> SequenceRanks | None:
-    """Groups of `size` consecutive ranks (collective); None for a size of 1.
+    """Form groups of `size` consecutive ranks (collective); None for a size of 1.
 
     Raises ValueError where the size does not divide the ranks.
     """
@@ -58,7 +58,7 @@ def sequence_group(size: int) -> SequenceRanks | None:
 
 
 def repeated_key_heads(num_heads: int, num_key_heads: int, size: int) -> int:
-    """How often each key head is repeated, so that every rank of `size` gets whole groups of heads.
+    """Number of times each key head is repeated, so that every rank of `size` gets whole groups of heads.
 
     Raises ValueError, with the numbers, where query heads do not divide, or key heads neither divide nor are divided.
     """
@@ -79,7 +79,7 @@ def repeated_key_heads(num_heads: int, num_key_heads: int, size: int) -> int:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Chunk i of the first axis goes to rank i; its own inverse."""
+    """All-to-all in which chunk i of the first axis goes to rank i; its own inverse."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

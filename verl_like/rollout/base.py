@@ -1,4 +1,4 @@
-"""What every rollout engine offers: tokens in, tokens out, one future per request.
+"""Base of every rollout engine: tokens in, tokens out, one future per request.
 
 An engine starts `unloaded` (weight_version is None) and refuses to generate until `load_weights` succeeded. It is
 owned by one worker process. It starts paused, and samples while it is open: between `open` and `pause` requests come,
@@ -45,9 +45,13 @@ STREAM_INTERVAL_S = 0.02  # responses that end this close together leave in one 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """What an engine is built from, see build.build_rollout_engine. process: of the trainer's rank that it belongs to.
-    tokenizer: folder or name of one for rollout.stop. run_id: names shared memory. address: host and port where the
-    ranks of a replica in processes of its own meet."""
+    """Arguments from which build.build_rollout_engine builds an engine.
+
+    process: of the trainer's rank that the engine belongs to.
+    tokenizer: folder or name of a tokenizer, for rollout.stop.
+    run_id: names shared memory.
+    address: host and port where the ranks of a replica in processes of its own meet.
+    """
 
     rollout: RolloutConfig
     model: ModelConfig
@@ -62,7 +66,7 @@ class EngineSpec:
     address: tuple[str, int] | None = None
 
     def facts(self) -> dict[str, Any]:
-        """What RolloutEngine has to know of it."""
+        """Arguments of RolloutEngine's constructor."""
         return {
             "dtype": self.dtype,
             "tokenizer_size": self.tokenizer_size,
@@ -74,18 +78,20 @@ class EngineSpec:
 
 
 class RolloutEngine:
-    """Generates with the weights last loaded. `submit` and `abort` return at once, the others when they are done.
+    """Engine that generates with the weights last loaded. `submit` and `abort` return at once, the others when done.
 
     A backend adds `_load`, `_score` and how requests reach it: `_queue`, `_exclusive`, `open`, `pause`, `abort`,
     `snapshot`, `paused` (SteppedRolloutEngine has them for engines that are stepped).
 
-    dtype: of the weights; streams are cast to it. tokenizer_size: ids from here on have probability 0. max_model_len:
-    most tokens of a prompt with its response. keeps_adapters: LoRA adapters come apart from the base weights
-    (model.lora.merge=False). sees: requests may bring images and videos.
+    dtype: precision of the weights; streams are cast to it.
+    tokenizer_size: ids from here on have probability 0.
+    max_model_len: most tokens of a prompt with its response.
+    keeps_adapters: LoRA adapters come apart from the base weights (model.lora.merge=False).
+    sees: requests may bring images and videos.
     """
 
     num_rescues = 0
-    """How often memory ran out while it sampled, and fewer sequences at once went on."""
+    """Number of times that memory ran out while sampling, and fewer sequences at once went on."""
 
     def __init__(
         self,
@@ -113,17 +119,17 @@ class RolloutEngine:
 
     @property
     def held(self) -> HeldWeights | None:
-        """The weights of the last successful `load_weights`; None: unloaded."""
+        """Weights of the last successful `load_weights`; None: unloaded."""
         return None if self._unloaded else self._in_memory
 
     @property
     def weight_version(self) -> int | None:
-        """The version of `held`."""
+        """Version of the `held` weights; None: unloaded."""
         return None if self.held is None else self.held.version
 
     @property
     def _sampling_version(self) -> int:
-        """The version of tokens that are sampled now."""
+        """Version of the weights for tokens that are sampled now."""
         assert self._in_memory is not None, "sampling without weights"
         return self._in_memory.version
 
@@ -138,8 +144,10 @@ class RolloutEngine:
         return self._queue(request)
 
     def submit_all(self, requests: Sequence[GenerationRequest]) -> list[Future[Completion]]:
-        """Queue many at once: an engine in this process takes all of them up with the same step, so that what runs
-        together does not depend on time. What `submit` would raise is set on the request's future."""
+        """Queue many requests at once. An error that `submit` would raise is set on the request's future.
+
+        An engine in this process takes all of them up with the same step, so that the batch does not depend on time.
+        """
         return submit_each(self.submit, requests)
 
     def _check(self, request: GenerationRequest) -> None:
@@ -180,7 +188,7 @@ class RolloutEngine:
             )
 
     def _check_ids(self, what: str, token_ids: Sequence[int]) -> None:
-        """One id that the model lacks would end the step, and with it the engine."""
+        """Check that the model knows every id: one that it lacks would end the step, and with it the engine."""
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
             raise ValueError(
                 f"{what}: token ids from {min(token_ids)} to {max(token_ids)}, where the model has 0 to "
@@ -188,14 +196,21 @@ class RolloutEngine:
             )
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Completions in the order of the requests. Opens a paused engine meanwhile; collective, see `stream`."""
+        """Sample completions, in the order of the requests.
+
+        Opens a paused engine meanwhile; collective, see `stream`.
+        """
         done = {c.request_id: c for completions in self.stream(requests) for c in completions}
         return [done[request.request_id] for request in requests]
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Open inside, and paused again at the end if it was paused; requests without a seed draw from the engine's own
-        random numbers, not from the caller's. Collective, as `open` and `pause` are."""
+        """Open the engine inside, and pause it again at the end if it was paused.
+
+        Collective, as `open` and `pause` are.
+
+        Requests without a seed draw from the engine's own random numbers, not from the caller's.
+        """
         was_paused = self.paused
         self.open()
         try:
@@ -205,7 +220,7 @@ class RolloutEngine:
                 self.pause()
 
     def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Completion]]:
-        """Completions as they end, those that end close together in one list; read it to its end.
+        """Yield completions as they end, those that end close together in one list; read it to its end.
 
         Opens a paused engine meanwhile; collective over a replica, whose other ranks give no requests, and get nothing.
         """
@@ -225,7 +240,7 @@ class RolloutEngine:
                     self.abort([request.request_id for request in requests])
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-prob of tokens 1.. given what is before them, temperature 1, over the tokenizer's ids alone."""
+        """Compute the log-prob of tokens 1.. given those before them, temperature 1, over the tokenizer's ids alone."""
         self._require_weights()
         too_long = [len(s) for s in sequences if not 2 <= len(s) < self.max_model_len]
         if too_long:
@@ -238,12 +253,20 @@ class RolloutEngine:
     def load_weights(
         self, stream: Iterable[tuple[str, Tensor]], version: int, *, partial: bool = False, mark: str = ""
     ) -> None:
-        """Replace all weights; collective over a tensor-parallel replica. Needs a paused engine, or one without
-        requests: those that run keep their tokens, and what was computed for them with old weights is computed again.
+        """Replace all weights; collective over a tensor-parallel replica.
 
-        An engine that keeps LoRA adapters gets them in the same stream. partial: the stream holds the adapters alone;
-        the base weights stay. Raises RuntimeError when there are none. version and mark: see HeldWeights.
-        Any failure, of the stream included, leaves the engine unloaded. Raises WeightLoadError, or the stream's error.
+        Needs a paused engine, or one without requests.
+
+        Requests under way keep their tokens, and what was computed for them with old weights is computed again. Any
+        failure, of the stream included, leaves the engine unloaded.
+
+        Args:
+            stream: (Hugging Face name, tensor); for an engine that keeps LoRA adapters, these too.
+            version: version of the weights, see HeldWeights.
+            partial: the stream holds the adapters alone; the base weights stay.
+            mark: mark of the weights, see HeldWeights.
+
+        Raises RuntimeError for a partial stream without base weights, WeightLoadError, or the stream's error.
         """
         self._require_base(partial)
         with preserve_rng(), self._exclusive():
@@ -255,13 +278,19 @@ class RolloutEngine:
             self._unloaded = False
 
     def weight_checksums(self, shapes: Mapping[str, torch.Size]) -> list[tuple[str, int]]:
-        """(Hugging Face name, checksum) of the tensors that `shapes` names, as the engine holds them: once for every
-        place where one is held; collective over a tensor-parallel replica. What the engine cannot tell is left out."""
+        """Compute (Hugging Face name, checksum) of the tensors that `shapes` names, as the engine holds them.
+
+        A tensor comes once for every place where it is held; those that the engine cannot tell are left out. Collective
+        over a tensor-parallel replica.
+        """
         raise NotImplementedError
 
     def weight_sketches(self, shapes: Mapping[str, torch.Size]) -> list[tuple[str, Tensor]]:
-        """(Hugging Face name, sketch [rows, K] of the whole matrix) of what the engine has quantised, as it computes
-        with it (parallel/checksum.py); collective over a tensor-parallel replica. None where it quantises nothing."""
+        """Compute (Hugging Face name, sketch [rows, K] of the matrix) of quantised weights (parallel/checksum.py).
+
+        The weights are taken as the engine computes with them; the list is empty where it quantises none. Collective
+        over a tensor-parallel replica.
+        """
         return []
 
     def _require_base(self, partial: bool) -> None:
@@ -269,9 +298,11 @@ class RolloutEngine:
             raise RuntimeError("adapters came without base weights: a full weight sync must succeed first")
 
     def cached_tokens(self) -> int:
-        """How many tokens of one long prompt, always the same, the engine took from its cache instead of computing
-        them: 0 right after a load, or the cache was not emptied. Leaves the prompt in the cache. Always 0 of an engine
-        that keeps nothing between requests."""
+        """Count the tokens of one long prompt, always the same, that come from the engine's cache.
+
+        0 right after a load: otherwise the cache was not emptied. Leaves the prompt in the cache. Always 0 for an
+        engine that keeps nothing between requests.
+        """
         self._require_weights()
         with preserve_rng(), self._exclusive():
             return self._cached_tokens()
@@ -281,8 +312,10 @@ class RolloutEngine:
         self._unloaded, self._away = True, False
 
     def sleep(self, discard: bool = False) -> None:
-        """Give the memory of cache and weights back to the trainer. discard: weights are not kept elsewhere either, so
-        that the engine is unloaded; requests may be submitted all the same, and wait until it has weights and is open.
+        """Give the memory of cache and weights back to the trainer.
+
+        discard: weights are not kept elsewhere either, so that the engine is unloaded; requests may be submitted all
+        the same, and wait until it has weights and is open.
         """
         if discard:
             self._away, self._unloaded = self._away or not self._unloaded, True
@@ -295,12 +328,14 @@ class RolloutEngine:
         raise NotImplementedError
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End these requests (None: all) before the next step: their futures get what was sampled, with reason "abort".
-        Those that ended already are left alone; of a paused engine, those that run end as it opens or pauses again."""
+        """End these requests (None: all) before the next step: futures get the tokens so far, with reason "abort".
+
+        Requests that have ended are left alone; in a paused engine, those under way end as it opens or pauses again.
+        """
         raise NotImplementedError
 
     def snapshot(self) -> dict[str, Sampled]:
-        """What is sampled so far of every pending request, by id; on a replica's first rank."""
+        """Tokens sampled so far of every pending request, by id; on a replica's first rank."""
         raise NotImplementedError
 
     def open(self) -> None:
@@ -308,8 +343,10 @@ class RolloutEngine:
         raise NotImplementedError
 
     def pause(self) -> None:
-        """Return when no step runs or begins, on all ranks of the replica between the same two; collective. Requests
-        stay as they are, and those submitted meanwhile wait."""
+        """Stop sampling; return when no step runs or begins, on all ranks of the replica between the same two steps.
+
+        Collective. Requests stay as they are, and those submitted meanwhile wait.
+        """
         raise NotImplementedError
 
     @property
@@ -323,7 +360,7 @@ class RolloutEngine:
         raise NotImplementedError
 
     def _seed_of(self, request: GenerationRequest) -> int:
-        """The request's; without one, a hash of this engine's seed and of how many had none before."""
+        """Seed of a request; without one, a hash of this engine's seed and of how many had none before."""
         return request_seed(self._seed, 1, next(self._unseeded), 0) if request.seed is None else request.seed
 
     def _require_weights(self, *, or_away: bool = False) -> None:
@@ -334,19 +371,19 @@ class RolloutEngine:
         raise NotImplementedError
 
     def _weights_changed(self) -> None:
-        """After each load: what was computed with other weights for requests under way is to be forgotten."""
+        """Forget what was computed with other weights for requests under way; called after each load."""
         raise NotImplementedError
 
     def _score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         raise NotImplementedError
 
     def _cached_tokens(self) -> int:
-        """Nothing is kept between requests, unless a backend says so."""
+        """Return 0: no cache is kept between requests, unless a backend says so."""
         return 0
 
 
 class SteppedRolloutEngine(RolloutEngine):
-    """An engine that is driven step by step (step_loop.py): a backend adds what the loop calls, and sets `_loop`."""
+    """Engine that is driven step by step (step_loop.py): a backend adds the methods for the loop, and sets `_loop`."""
 
     _loop: StepLoop
 
@@ -384,7 +421,7 @@ class SteppedRolloutEngine(RolloutEngine):
 
 
 def _gather(ended: SimpleQueue[Future[Completion]], most: int) -> list[Future[Completion]]:
-    """Wait for the next to end, and take along what ends within STREAM_INTERVAL_S of it."""
+    """Wait for the next future to end, and take along those that end within STREAM_INTERVAL_S of it."""
     futures = [ended.get()]
     deadline = monotonic() + STREAM_INTERVAL_S
     while len(futures) < most and (not ended.empty() or monotonic() < deadline):

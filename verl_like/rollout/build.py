@@ -1,4 +1,4 @@
-"""From config to a rollout engine."""
+"""Construction of a rollout engine from the configuration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def rollout_dtype(rollout: RolloutConfig, device: torch.device) -> torch.dtype:
-    """`rollout.dtype`; auto is float32 on CPU and bfloat16 on CUDA."""
+    """Precision of `rollout.dtype`; auto is float32 on CPU and bfloat16 on CUDA."""
     if rollout.dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     if rollout.dtype not in _DTYPES:
@@ -24,7 +24,7 @@ def rollout_dtype(rollout: RolloutConfig, device: torch.device) -> torch.dtype:
 
 
 def require_quantization(rollout: RolloutConfig, device_type: str) -> None:
-    """ValueError where rollout.quantization asks for what this device cannot."""
+    """Check that this device can do rollout.quantization; raises ValueError otherwise."""
     if rollout.quantization == "fp8" and device_type == "cpu":
         raise ValueError(
             "actor_rollout_ref.rollout.quantization=fp8 on device cpu: vLLM's kernels for 8-bit floats are CUDA's; set "
@@ -33,7 +33,10 @@ def require_quantization(rollout: RolloutConfig, device_type: str) -> None:
 
 
 def require_heads(rollout: RolloutConfig, hf_config: PretrainedConfig, device_type: str) -> None:
-    """ValueError where the ranks of a replica cannot share the model's heads, or not so that a sync can be proved."""
+    """Check that the ranks of a replica can share the model's heads so that a sync can be proved.
+
+    Raises ValueError otherwise.
+    """
     size, text = rollout.tensor_model_parallel_size, hf_config.get_text_config()
     heads = getattr(text, "num_attention_heads", None)
     if size == 1 or not isinstance(heads, int):
@@ -67,12 +70,23 @@ def build_rollout_engine(
     tokenizer: str | None = None,
     address: tuple[str, int] | None = None,
 ) -> RolloutEngine:
-    """The engine that `rollout.name` asks for, in this process, unloaded. Collective: every rank of the worker group
-    calls it. SGLang's is not for the trainer's own process (workers/rollout.py, start_engine).
+    """Build the engine that `rollout.name` asks for, in this process, unloaded.
 
-    max_model_len: most tokens of prompt + response. tokenizer_size: ids from here on are never sampled. run_id: names
-    shared memory, different for every run on this machine. tokenizer: folder or name, for the texts of rollout.stop
-    (None: the model's). address: host and port where the ranks of an SGLang replica meet.
+    Collective: every rank of the worker group calls it. SGLang's is not for the trainer's own process
+    (workers/rollout.py, start_engine).
+
+    Args:
+        rollout: rollout section of the configuration.
+        model: model section.
+        process: place of this process in its worker group.
+        hf_config: the model's Hugging Face config.
+        tokenizer_size: ids from here on are never sampled.
+        max_model_len: most tokens of prompt + response.
+        seed: seed of the engine.
+        run_id: names shared memory, different for every run on this machine.
+        tokenizer: folder or name, for the texts of rollout.stop; None: the model's.
+        address: host and port where the ranks of an SGLang replica meet.
+
     Raises ValueError for an engine or a combination that is not there.
     """
     tp = rollout.tensor_model_parallel_size

@@ -1,4 +1,4 @@
-"""Requests by future, from any thread of the driver: what a client offers, and how a replica is reached.
+"""Requests by future, from any thread of the driver: the client's methods, and the link to a replica.
 
     threads of the driver --submit, abort--> Router --send(orders)--> Link --> a replica's step loop
     futures <--resolved in the link's thread-- Router <--events, in batches-- Link <--/
@@ -25,8 +25,13 @@ _LOOK_S = 0.002  # between two looks whether all has ended: less would take the 
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """Of the replicas that live: held: serve nothing now. idle: serve, and have no request. pending: requests that have
-    not ended, wherever they are."""
+    """Counts of the living replicas and their requests.
+
+    replicas: replicas that live.
+    held: those that serve nothing now.
+    idle: those that serve, and have no request.
+    pending: requests in flight, wherever they are.
+    """
 
     replicas: int
     held: int
@@ -35,7 +40,7 @@ class Occupancy:
 
 
 class RolloutClient(Protocol):
-    """Sampling for many threads at once. All methods may be called from any of them; none but `close` waits long."""
+    """Client that samples for many threads at once. All methods may be called from any; none but `close` waits long."""
 
     def submit(self, request: GenerationRequest) -> Future[Completion]:
         """Queue one request; its id must not be pending. Callbacks of the future must not wait for other requests.
@@ -46,33 +51,37 @@ class RolloutClient(Protocol):
         ...
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End these requests (None: all): their futures get what was sampled, with reason "abort". Unknown ids are
-        ignored."""
+        """End these requests (None: all): their futures get the tokens so far, with reason "abort".
+
+        Unknown ids are ignored.
+        """
         ...
 
     def snapshot(self) -> dict[str, Sampled]:
-        """What is sampled so far of every pending request, by id."""
+        """Tokens sampled so far of every pending request, by id."""
         ...
 
     def serving_s(self) -> float:
-        """[s] How long replicas have served so far: a clock that stands while they sleep or load weights."""
+        """Seconds that replicas have served so far: a clock that stands while they sleep or load weights."""
         ...
 
     def occupancy(self) -> Occupancy:
-        """What the replicas are at."""
+        """Count what the replicas are doing."""
         ...
 
     def close(self) -> None:
-        """Pending requests end with RolloutError."""
+        """Close the client: pending requests end with RolloutError."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Events:
-    """What happened at one replica since the last batch, in this order.
+    """Batch of events at one replica since the last batch, in this order.
 
-    refusals: (request id, error) of requests that failed alone. progress: all that is sampled so far of requests under
-    way, as often as the link likes. death: why the replica serves nothing any more; nothing follows it.
+    completions: requests that ended.
+    refusals: (request id, error) of requests that failed alone.
+    progress: all that is sampled so far of requests under way, as often as the link likes.
+    death: why the replica serves nothing any more; no event follows it.
     """
 
     completions: Sequence[Completion] = ()
@@ -82,31 +91,33 @@ class Events:
 
 
 class Link(Protocol):
-    """The way to one replica."""
+    """Connection to one replica."""
 
     name: str
     """In messages: which replica."""
 
     def start(self, on_events: Callable[[Events], None]) -> None:
-        """From now on hand over what happens, from one thread, in order."""
+        """Hand over events from now on, from one thread, in order."""
         ...
 
     def send(self, add: Sequence[GenerationRequest], abort: Sequence[str]) -> None:
-        """Orders to the replica, carried out in the order of the calls. Returns at once, calls nobody back, and raises
-        nothing: a replica that cannot be reached is an event."""
+        """Send orders to the replica, carried out in the order of the calls.
+
+        Returns at once, calls nobody back, and raises nothing: a replica that cannot be reached is an event.
+        """
         ...
 
     def snapshot(self) -> dict[str, Sampled]:
-        """What the replica's requests have sampled so far; nothing of a dead one."""
+        """Tokens that the replica's requests have sampled so far; empty for a dead replica."""
         ...
 
     def close(self) -> None:
-        """Hand nothing over any more. The replica itself is left alone."""
+        """Close the link: it hands over no further events. The replica itself is left alone."""
         ...
 
 
 class Sampler(Protocol):
-    """What a LocalLink needs of an engine: a RolloutEngine, or a StepLoop alone."""
+    """Methods that a LocalLink needs of an engine: a RolloutEngine, or a StepLoop alone."""
 
     def submit_all(self, requests: Sequence[GenerationRequest]) -> list[Future[Completion]]: ...
 
@@ -116,11 +127,13 @@ class Sampler(Protocol):
 
 
 class LocalLink:
-    """A replica in this process. Its RolloutError means that it is dead, unless it only lacks weights; any other error,
-    a refused request.
+    """Link to a replica in this process.
 
-    interval_s: what ends this close together is one batch, unless it was all there is. progress_s: how often progress
-    is told (None: never).
+    The replica's RolloutError means that it is dead, unless it only lacks weights; any other error is a refused
+    request.
+
+    interval_s: events this close together are one batch, unless they were all there are.
+    progress_s: seconds between two reports of progress; None: never.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""What one rank of vLLM or SGLang holds, by Hugging Face name: fused modules taken apart, packed weights unpacked, and
-the rank's part of each tensor put in its place in the whole.
+"""Weights that one rank of vLLM or SGLang holds, by Hugging Face name.
 
-The checksums of the parts of all ranks add up to those of whole tensors (parallel/checksum.py).
+Fused modules are taken apart, packed weights unpacked, and the rank's part of each tensor put in its place in the
+whole. The checksums of the parts of all ranks add up to those of whole tensors (parallel/checksum.py).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Reader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A part of the tensor `name`. place: where it stands in this rank's model; the same on all ranks."""
+    """Part of the tensor `name`. place: where it stands in this rank's model; the same on all ranks."""
 
     name: str
     place: str
@@ -44,14 +44,14 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Whole shapes by Hugging Face name, and which rank of how many this is."""
+    """Shapes of whole tensors by Hugging Face name, and the number of this rank among how many."""
 
     shapes: dict[str, torch.Size]
     rank: int
     size: int
 
     def held(self, name: str, place: str, local: Tensor) -> Held | None:
-        """`local`, which is this rank's part of `name` along every axis; None where it cannot be one."""
+        """Place `local`, this rank's part of `name` along every axis, in the whole; None where it cannot be one."""
         shape = self.shapes[name]
         if self.size == 1:  # SGLang pads towers on a CPU
             local = local[tuple(slice(length) for length in shape[: local.ndim])]
@@ -64,7 +64,10 @@ class Layout:
         return Held(name, place, Slice(as_matrix(local), first * shape[1:-1].numel(), last))
 
     def _start(self, mine: int, whole: int) -> int | None:
-        """Ranks hold equal parts in order; where there are fewer parts than ranks, neighbours hold the same."""
+        """Start of this rank's part along an axis; None where the sizes do not fit.
+
+        Ranks hold equal parts in order; where there are fewer parts than ranks, neighbours hold the same.
+        """
         parts = whole // mine if mine else 0
         if parts == 0 or parts * mine != whole or self.size % parts:
             return None
@@ -72,8 +75,10 @@ class Layout:
 
 
 def held_by(model: nn.Module, layout: Layout, reader: Reader, *, quantised: bool = False) -> Iterator[Held]:
-    """Every part of the tensors of `layout` that can be found in the model; a packed copy beside a plain one counts.
-    quantised: of what is quantised alone, as it is computed with; else all but that."""
+    """Yield every part of the tensors of `layout` that is in the model; a packed copy beside a plain one counts.
+
+    quantised: only what is quantised, as the engine computes with it; else all but that.
+    """
     fused = reader.fused_parts(model)
     owners = {id(p): reader.stored_name(model, name, layout.shapes) for name, p in model.named_parameters()}
     for where, module in model.named_modules():
@@ -100,16 +105,20 @@ def held_by(model: nn.Module, layout: Layout, reader: Reader, *, quantised: bool
 
 
 def _as_it_came(path: str, fused: dict[str, list[str]], layout: Layout) -> bool:
-    """Whether a fused module with one Hugging Face name holds the rows in their order: if vLLM lists it and does not
-    split it (Phi-3). Of others its loader exchanges rows (GPT-NeoX); split, each rank has several ranges of them, which
-    are known where all are of one length (a tower's)."""
+    """True where a fused module with one Hugging Face name holds the rows in their order.
+
+    That is so if vLLM lists it and does not split it (Phi-3). Of others its loader exchanges rows (GPT-NeoX); split,
+    each rank has several ranges of them, which are known where all are of one length (a tower's).
+    """
     leaf = path.rpartition(".")[2]
     return leaf in fused and (layout.size == 1 or fused[leaf] == [leaf])
 
 
 def dequantised(module: nn.Module) -> Tensor | None:
-    """The weight [outputs, inputs] of a linear layer that vLLM has quantised to 8 bits, which it keeps the other way
-    round; None for others. Source: vLLM 0.32, layers/quantization/online/fp8.py."""
+    """Restore the weight [outputs, inputs] of a linear layer that vLLM has quantised to 8 bits; None for others.
+
+    vLLM keeps the weight the other way round. Source: vLLM 0.32, layers/quantization/online/fp8.py.
+    """
     weight, scale = module._parameters.get("weight"), module._parameters.get("weight_scale")
     if weight is None or scale is None or weight.element_size() > 1 or weight.ndim != 2:
         return None
@@ -117,8 +126,11 @@ def dequantised(module: nn.Module) -> Tensor | None:
 
 
 def sketches(parts: Iterator[Held], layout: Layout, group: Any) -> list[tuple[str, Tensor]]:
-    """(Hugging Face name, sketch) of whole matrices; collective over `group`. Left out: those of which a part was not
-    found. A rank sees its own part where others hold the same, as in `checksums`."""
+    """Compute (Hugging Face name, sketch) of whole matrices; collective over `group`.
+
+    Matrices of which a part was not found are left out. A rank sees its own part where others hold the same, as in
+    `checksums`.
+    """
     mine: dict[tuple[str, str], dict[Box, Tensor]] = {}
     for item in parts:
         part = item.part
@@ -135,8 +147,10 @@ def sketches(parts: Iterator[Held], layout: Layout, group: Any) -> list[tuple[st
 def _whole(
     mine: dict[tuple[str, str], dict[Box, Found]], layout: Layout, group: Any
 ) -> Iterator[tuple[str, dict[Box, Found]]]:
-    """(Hugging Face name, what all ranks found of it) for each (place, name) of this rank of which no part is missing;
-    collective over `group`."""
+    """Yield (Hugging Face name, parts found by all ranks) for each (place, name) of this rank that misses no part.
+
+    Collective over `group`.
+    """
     everyones = [mine]
     if group is not None:
         everyones = [{} for _ in range(layout.size)]
@@ -150,10 +164,12 @@ def _whole(
 
 
 def checksums(parts: Iterator[Held], layout: Layout, dtype: torch.dtype, group: Any) -> list[tuple[str, int]]:
-    """(Hugging Face name, checksum) of every whole tensor, once for each place that holds it; collective over `group`.
+    """Compute (Hugging Face name, checksum) of every whole tensor, once for each place that holds it.
 
-    dtype: what tensors were sent in. Tensors of which some part was not found are left out. A rank sees its own part
-    where others hold the same, so that each copy is seen by somebody.
+    Collective over `group`. Tensors of which some part was not found are left out. A rank sees its own part where
+    others hold the same, so that each copy is seen by somebody.
+
+    dtype: precision in which tensors were sent.
     """
     held: list[tuple[str, str, Box]] = []
     sums: list[Tensor] = []
@@ -168,7 +184,7 @@ def checksums(parts: Iterator[Held], layout: Layout, dtype: torch.dtype, group: 
 
 
 def _sum_in(part: Slice, dtype: torch.dtype) -> Tensor:
-    """The checksum in another precision than the part is held in; a wrong one if something would be lost."""
+    """Compute the checksum in another precision than the part is held in; a wrong one if something would be lost."""
     if part.values.dtype == dtype:
         return checksum_of(part)
     values = part.values.to(dtype)
@@ -176,7 +192,7 @@ def _sum_in(part: Slice, dtype: torch.dtype) -> Tensor:
 
 
 def _names(parameter: str, fused: dict[str, list[str]], layout: Layout) -> list[str]:
-    """Hugging Face names of what a parameter of vLLM holds; none where it is something else."""
+    """Hugging Face names of the tensors in a parameter of vLLM; empty where it is something else."""
     path, _, leaf = parameter.replace(".base_layer.", ".").rpartition(".")
     parent, _, module = path.rpartition(".")
     names = [f"{parent}.{part}.{leaf}" for part in fused.get(module, [])] or [f"{path}.{leaf}"]
@@ -184,18 +200,18 @@ def _names(parameter: str, fused: dict[str, list[str]], layout: Layout) -> list[
 
 
 def _rows_of_parts(module: nn.Module) -> list[int]:
-    """Rows that each part of a fused module has on this rank; vLLM and SGLang say it alike."""
+    """Count the rows that each part of a fused module has on this rank; vLLM and SGLang say it alike."""
     return list(vars(module).get("output_partition_sizes", []))
 
 
 def _vocabulary_range(module: nn.Module) -> tuple[int, int] | None:
-    """Which ids an embedding or head has on this rank; None for other modules."""
+    """Range of ids that an embedding or head has on this rank; None for other modules."""
     indices = vars(module).get("shard_indices")
     return None if indices is None else (indices.org_vocab_start_index, indices.org_vocab_end_index)
 
 
 def _of_module(module: nn.Module, names: list[str], place: str, local: Tensor, layout: Layout) -> Iterator[Held]:
-    """Of a linear layer, embedding or norm: one tensor, or several one below the other."""
+    """Yield the parts in a linear layer, embedding or norm: one tensor, or several one below the other."""
     vocabulary = _vocabulary_range(module)
     if vocabulary is not None:  # padded to a multiple of 64 rows on every rank
         start, end = vocabulary
@@ -216,8 +232,10 @@ def _of_module(module: nn.Module, names: list[str], place: str, local: Tensor, l
 
 
 def _of_each_part(name: str, place: str, local: Tensor, sizes: list[int], layout: Layout) -> Iterator[Held]:
-    """Of a tower's attention: some heads of the queries, then of the keys, then of the values, as many of each. vLLM's
-    and SGLang's loaders cut what they get whole into these."""
+    """Yield the parts of a tower's attention: some heads of the queries, then of the keys, then of the values.
+
+    Each has as many. vLLM's and SGLang's loaders cut the tensors they get whole into these.
+    """
     whole = layout.shapes[name][0] // len(sizes)
     if sum(sizes) != local.shape[0] or any(size * layout.size != whole for size in sizes):
         return
@@ -227,7 +245,7 @@ def _of_each_part(name: str, place: str, local: Tensor, sizes: list[int], layout
 
 
 def _experts(path: str, module: nn.Module, layout: Layout, reader: Reader) -> Iterator[Held]:
-    """Of a stack of experts, where every rank has its part of each: gate above up, and down."""
+    """Yield the parts of a stack of experts, where every rank has its part of each: gate above up, and down."""
     base = path.split(".experts")[0] + ".experts"
     parts = next((p for p in _EXPERT_PARTS if f"{base}.0.{p[0]}.weight" in layout.shapes), None)
     unpacked = reader.unpacked_experts(module)

@@ -43,7 +43,7 @@ _ORDER = attrgetter("order")
 
 
 class HFRolloutEngine(SteppedRolloutEngine):
-    """One process's copy of the model. See RolloutEngine. Raises ValueError for tensor parallelism."""
+    """Engine of transformers alone: one process's copy of the model. Raises ValueError for tensor parallelism."""
 
     def __init__(self, spec: EngineSpec) -> None:
         rollout, model, process = spec.rollout, spec.model, spec.process
@@ -87,7 +87,7 @@ class HFRolloutEngine(SteppedRolloutEngine):
 
     @torch.no_grad()
     def step(self) -> list[Completion]:
-        """One more token for each row: what is under way is decoded, what waits is taken up where there is room.
+        """Sample one more token for each row: decode those under way, and take up waiting ones where there is room.
 
         Out of memory: half of the rows wait, from now on, and what was cached is computed again.
         """
@@ -101,7 +101,10 @@ class HFRolloutEngine(SteppedRolloutEngine):
         return done
 
     def _fewer_rows(self) -> bool:
-        """Whether fewer rows at once are possible: then they all begin again, with the tokens that they have."""
+        """Lower the number of rows at once, and begin all rows again, with the tokens that they have.
+
+        False where it cannot be lowered.
+        """
         running = len(self._rows()) - len(self._waiting)
         if running < 2:
             return False
@@ -115,7 +118,7 @@ class HFRolloutEngine(SteppedRolloutEngine):
         return True
 
     def _step(self, done: list[Completion]) -> None:
-        """A step; rows that end go into `done`, also where it breaks off."""
+        """Run a step; rows that end go into `done`, also where it breaks off."""
         new = self._take_up()
         self._taken_up = new
         stepped = [(batch, self._decode(batch)) for batch in self._batches]
@@ -152,7 +155,7 @@ class HFRolloutEngine(SteppedRolloutEngine):
         return [row for batch in self._batches for row in batch.rows] + self._taken_up + self._waiting
 
     def _weights_changed(self) -> None:
-        """What is cached is the old weights' work: the next step computes it again, ahead of all that wait."""
+        """Drop the cache, which the old weights computed: the next step computes it again, ahead of all that wait."""
         self._waiting, self._batches, self._taken_up = sorted(self._rows(), key=_ORDER), [], []
 
     def _take_up(self) -> list[Row]:
@@ -187,7 +190,7 @@ class HFRolloutEngine(SteppedRolloutEngine):
         return self._forward(batch.next_b1, batch.widen(), batch)
 
     def _forward(self, ids_bs: Tensor, positions_bs: Tensor, batch: Batch, images: VisionInput | None = None) -> Tensor:
-        """Logits [b, V] of the token after the last of `ids_bs`."""
+        """Compute logits [b, V] of the token after the last of `ids_bs`."""
         if self._vision is not None:
             output = vision.run(
                 self._module,
@@ -226,7 +229,10 @@ class HFRolloutEngine(SteppedRolloutEngine):
     # Weights, scoring, memory: while no step runs.
 
     def sleep(self, discard: bool = False) -> None:
-        """See RolloutEngine. Weights go where they are thrown away; there is no cache but of requests under way."""
+        """Give memory back; see RolloutEngine.
+
+        Only thrown-away weights free any: a cache exists for requests under way alone.
+        """
         super().sleep(discard=discard)
         if discard:
             with self._exclusive():
@@ -276,12 +282,14 @@ class HFRolloutEngine(SteppedRolloutEngine):
         ]
 
     def _stored_name(self, name: str) -> str:
-        """Of a linear layer's weight, in checkpoints."""
+        """Name of a linear layer's weight in checkpoints."""
         return next(self._stored.views(name, torch.empty(0)))[0]
 
     def _named_weights(self) -> dict[str, Tensor]:
-        """Parameters under the names of checkpoints, all of them (tied ones have several), and the buffers that are
-        saved. Experts are views into the parameter that holds them all."""
+        """Parameters under the names of checkpoints (all names of tied ones), and the buffers that are saved.
+
+        Experts are views into the parameter that holds them all.
+        """
         named: dict[str, Tensor] = {}
         for name, parameter in self._module.named_parameters(remove_duplicate=False):
             named |= self._stored.views(name, parameter)
@@ -307,7 +315,7 @@ class HFRolloutEngine(SteppedRolloutEngine):
 
 
 def _parts(rows: list[Row], max_tokens: int) -> Iterator[list[Row]]:
-    """Rows of about the same length, whose padded tokens are `max_tokens` at most; a longer row is alone."""
+    """Cut rows into parts of about the same length, of at most `max_tokens` padded tokens; a longer row is alone."""
     part: list[Row] = []
     for row in sorted(rows, key=lambda row: len(row.known_ids), reverse=True):
         if part and (len(part) + 1) * len(part[0].known_ids) > max_tokens:
@@ -321,7 +329,7 @@ def _parts(rows: list[Row], max_tokens: int) -> Iterator[list[Row]]:
 def _empty_model(
     hf_config: PretrainedConfig, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
 ) -> PreTrainedModel:
-    """The model with whatever its memory holds; buffers that are not saved (rotary frequencies) are computed."""
+    """Build the model with whatever its memory holds; buffers that are not saved (rotary frequencies) are computed."""
     with no_init_weights(), torch.device(device):
         model = model_class(hf_config).from_config(
             hf_config, dtype=dtype, attn_implementation=padded_attention(hf_config), trust_remote_code=trust_remote_code
@@ -331,7 +339,7 @@ def _empty_model(
 
 
 def _attach_adapters(hf: PreTrainedModel, model: ModelConfig, dtype: torch.dtype) -> None:
-    """The trainer's adapters, to be filled by the weight stream, where B comes scaled."""
+    """Attach the trainer's adapters, to be filled by the weight stream, where B comes scaled."""
     for module in lora.attach(hf, model, dtype=dtype, seed=0).modules:
         module.scale = 1.0
     hf.requires_grad_(False)

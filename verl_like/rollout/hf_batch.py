@@ -45,7 +45,7 @@ class Batch:
     _knobs: Knobs | None = None
 
     def sample(self, logits_bV: Tensor, version: int) -> None:
-        """One more token for each row; the log-prob is that of the distribution it was drawn from."""
+        """Sample one more token for each row; its log-prob is that of the distribution it was drawn from."""
         if self._knobs is None:
             params = [row.request.sampling for row in self.rows]
             self._knobs = Knobs.of(params, logits_bV.shape[1], logits_bV.device)
@@ -55,14 +55,14 @@ class Batch:
             row.take(token, log_prob, version)
 
     def widen(self) -> Tensor:
-        """Positions [b, 1] of the tokens that go into the cache now, whose column is added to the mask."""
+        """Add a column to the mask, and return the positions [b, 1] of the tokens that go into the cache now."""
         positions_b1 = (self.length_b + self.shift_b)[:, None]
         self.mask_bS = torch.nn.functional.pad(self.mask_bS, (0, 1), value=1)
         self.length_b = self.length_b + 1
         return positions_b1
 
     def can_join(self) -> bool:
-        """Whether its cache can be joined with those of others of the model."""
+        """True where the cache can be joined with those of other batches of the model."""
         return _joinable(self.cache)
 
     def join(self, others: Sequence[Batch]) -> None:
@@ -100,7 +100,7 @@ def _joinable(cache: DynamicCache) -> bool:
 
 
 def _padded(columns: Tensor, width: int, dim: int) -> Tensor:
-    """Zeros on the left of dimension -1 or -2, up to this width."""
+    """Pad dimension -1 or -2 with zeros on the left, up to this width."""
     missing = width - columns.shape[dim]
     return torch.nn.functional.pad(columns, (0, 0) * (-1 - dim) + (missing, 0)) if missing else columns
 

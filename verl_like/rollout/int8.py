@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Int8Linear(nn.Module):
-    """In place of an nn.Linear [outputs, inputs]; its bias stays as it is."""
+    """Linear layer with 8-bit weights in place of an nn.Linear [outputs, inputs]; its bias stays as it is."""
 
     weight_int8: Tensor
     scale_O1: Tensor
@@ -38,7 +38,7 @@ class Int8Linear(nn.Module):
         self.weight_int8.copy_(steps.round().clamp(-127, 127))
 
     def dequantised(self) -> Tensor:
-        """What it computes with: float32 [outputs, inputs]."""
+        """Weight that the layer computes with: float32 [outputs, inputs]."""
         return self.weight_int8.float() * self.scale_O1
 
     def forward(self, input: Tensor) -> Tensor:
@@ -46,7 +46,10 @@ class Int8Linear(nn.Module):
 
 
 def quantise_linears(model: PreTrainedModel) -> dict[str, Int8Linear]:
-    """Exchange all linear layers but the head; by the names of their weights. ValueError if there are none."""
+    """Exchange all linear layers but the head; return them by the names of their weights.
+
+    Raises ValueError if there are none.
+    """
     head, exchanged = model.get_output_embeddings(), dict[str, Int8Linear]()
     for path, module in list(model.named_modules()):
         if type(module) is nn.Linear and module is not head:

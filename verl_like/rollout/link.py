@@ -1,4 +1,4 @@
-"""Both ends of a link: the driver's (`SocketLink`), and that of the replica in another process (`LinkServer`).
+"""Ends of a link: the driver's (`SocketLink`), and that of the replica in another process (`LinkServer`).
 
     driver <──events, answers── thread that batches what ended <──futures── engine
       └─────orders, questions──> reader thread ──submit, abort───────────────^
@@ -39,9 +39,9 @@ _JOIN_S = 10.0
 
 
 class SocketLink:
-    """A `Link` to the LinkServer at `address`. Raises RolloutError, with the name, when it cannot be reached.
+    """Link to the LinkServer at `address`. Raises RolloutError, with the name, when it cannot be reached.
 
-    timeout_s: how long `snapshot` waits for an answer.
+    timeout_s: seconds that `snapshot` waits for an answer.
     """
 
     def __init__(self, name: str, address: tuple[str, int], authkey: bytes, *, timeout_s: float = 60.0) -> None:
@@ -72,8 +72,11 @@ class SocketLink:
         self._say(("orders", tuple(add), tuple(abort)))
 
     def pause(self) -> Future[None]:
-        """Tell the replica that is served (LinkServer.serve) to pause, after the orders sent before. The future is done
-        when it has, and when all that ended there was handed over; RolloutError when the connection is lost."""
+        """Tell the replica that is served (LinkServer.serve) to pause, after the orders sent before.
+
+        The future is done when the replica has paused, and when all that ended there was handed over; it raises
+        RolloutError when the connection is lost.
+        """
         return self._ask("pause")
 
     def snapshot(self) -> dict[str, Sampled]:
@@ -154,10 +157,10 @@ class SocketLink:
 
 
 class LinkServer:
-    """Serves `engine`, on its replica's first rank, to the one driver that connects to `address` with `authkey`."""
+    """Server of `engine`, on its replica's first rank, for the one driver that connects to `address` with `authkey`."""
 
     def __init__(self, engine: RolloutEngine, host: str, *, progress_s: float | None = None) -> None:
-        """host: the address to listen on. progress_s: how often it tells what runs has sampled (None: never)."""
+        """Listen on `host`. progress_s: seconds between two reports of what is sampled so far; None: never."""
         self._engine = engine
         self._socket = Socket(host)
         self.address, self.authkey = self._socket.address, self._socket.authkey
@@ -172,8 +175,10 @@ class LinkServer:
         self._reader.start()
 
     def serve(self, num_orders: int) -> None:
-        """Keep the engine open until the driver says pause. It is opened when the link's first `num_orders` order
-        messages, counted from its beginning, are in the engine's queue: what they bring begins with the first step.
+        """Keep the engine open until the driver says pause.
+
+        The engine is opened when the link's first `num_orders` order messages, counted from its beginning, are in its
+        queue: the requests that they bring begin with the first step.
 
         Raises RolloutError when the engine or the connection is lost, and what `RolloutEngine.open` raises.
         """

@@ -1,4 +1,4 @@
-"""What the first rank of a tensor-parallel replica tells the others before each step, and how it travels."""
+"""Orders that the first rank of a tensor-parallel replica gives the others before each step, and their broadcast."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SILENCE_S = 600.0  # a first rank that says nothing for so long is taken for de
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Orders:
-    """What changes with the next step, in this order: requests dropped, requests added; or no step at all.
+    """Changes that come with the next step, in this order: requests dropped, requests added; or no step at all.
 
     version: of the first rank's weights; a rank that holds others refuses to go on.
     """
@@ -31,10 +31,10 @@ class Orders:
 
 
 class Lockstep:
-    """Agreement of one replica's ranks on what each step begins with. `group` is theirs alone, on CPU.
+    """Agreement of one replica's ranks on the orders of each step. `group` is theirs alone, on CPU.
 
-    Nothing waits in it while the replica is paused, and an idle open one is sent empty orders, so its time limit says
-    that a process is gone, never that nothing was to be done.
+    No rank waits in it while the replica is paused, and an idle open one is sent empty orders, so its time limit says
+    that a process is gone, never that there was nothing to do.
     """
 
     def __init__(self, group: dist.ProcessGroup, leader: int) -> None:
@@ -45,20 +45,22 @@ class Lockstep:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """RolloutError after `leave`."""
+        """Process group of the replica's ranks. Raises RolloutError after `leave`."""
         if self._group is None:
             raise RolloutError("this rank has left its replica")
         return self._group
 
     def leave(self) -> None:
-        """Close the connections: what other ranks wait for in the group, or ask of it later, fails at once there. No
-        call of this rank may be under way in it."""
+        """Close the connections: calls of other ranks in the group, waiting or later, fail there at once.
+
+        No call of this rank may be under way in it.
+        """
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None  # gloo closes its sockets with the last reference
 
     def agree(self, orders: Orders | None) -> Orders:
-        """The leader's orders. The others pass None, and wait."""
+        """Exchange the leader's orders, and return them. The other ranks pass None, and wait."""
         message = b"" if orders is None or orders == Orders(version=self._last.version) else pickle.dumps(orders)
         size = torch.tensor([len(message)], dtype=torch.int64)
         self._broadcast(size)
@@ -92,7 +94,10 @@ def _told() -> Iterator[None]:
 
 
 def lockstep_of(rank: int, world_size: int, size: int) -> Lockstep:
-    """The replica of this rank, of `size` neighbours; collective over all ranks, because group creation is."""
+    """Build the lockstep of this rank's replica, of `size` neighbours.
+
+    Collective over all ranks, because group creation is.
+    """
     mine = None
     for first in range(0, world_size, size):
         limit = datetime.timedelta(seconds=_SILENCE_S)

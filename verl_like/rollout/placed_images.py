@@ -1,4 +1,4 @@
-"""What a request brings of its images and videos: the trainer's own patches, and where their tokens stand."""
+"""Images and videos of a request: the trainer's own patches, and the places of their tokens."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from verl_like.models.vision import VisionProcessor
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlacedImage:
-    """One image of a request: its patches, their grid, its first token, how many it has, and its name in caches; or a
-    video, with the seconds from one time to the next."""
+    """Image of a request, or a video with the seconds from one time to the next.
+
+    It has the patches, their grid, its first token, how many it has, and its name in caches.
+    """
 
     pixels: Tensor
     grid: tuple[int, int, int]
@@ -25,8 +27,10 @@ class PlacedImage:
 
     @classmethod
     def of(cls, handle: MediaHandle, vision: VisionProcessor) -> list[PlacedImage]:
-        """Of a placed handle; its pixels are read here, unless this process has them. A video with text between its
-        times is an image each time, for vLLM as for the model."""
+        """Read the images of a placed handle; pixels are read here, unless this process has them.
+
+        A video with text between its times is an image each time, for vLLM as for the model.
+        """
         pixels, name = vision.pixels(handle), vision.key(handle)
         spans = vision.spans(handle)
         return [
@@ -43,5 +47,5 @@ class PlacedImage:
 
 
 def placed_images(media: Sequence[MediaHandle], vision: VisionProcessor | None) -> list[PlacedImage]:
-    """Of placed handles, in the order of their tokens; none in an engine that reads text only."""
+    """Read the images of placed handles, in the order of their tokens; empty for an engine that reads text only."""
     return [] if vision is None else [image for handle in media for image in PlacedImage.of(handle, vision)]

@@ -1,5 +1,4 @@
-"""Keep the trainer's random numbers out of the rollout engine's hands (vLLM reseeds torch's global generators), and the
-engine's out of the trainer's."""
+"""Isolation of random numbers: vLLM reseeds torch's global generators, which belong to the trainer."""
 
 from __future__ import annotations
 

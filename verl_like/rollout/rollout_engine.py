@@ -1,4 +1,4 @@
-"""What goes into a rollout engine and comes out of it: requests, completions, what it refuses (the engine: base.py)."""
+"""Requests, completions and errors of a rollout engine (the engine: base.py)."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ FIRST_TOP_K = 16  # of a hot first token, where the others have no top_k: withou
 
 
 class RolloutError(RuntimeError):
-    """The engine cannot serve: it has no weights, is shut down, or its step loop died."""
+    """Error of an engine that cannot serve: it has no weights, is shut down, or its step loop died."""
 
 
 class UnloadedError(RolloutError):
-    """The engine holds no weights: it serves again after the next weight sync."""
+    """Error of an engine that holds no weights: it serves again after the next weight sync."""
 
 
 class EngineLostError(RolloutError):
-    """The engine's own process has died, hangs or cannot go on: the next whole weight sync starts another."""
+    """Error of an engine whose own process died, hangs or cannot go on: the next whole weight sync starts another."""
 
 
 class ResumeError(ValueError):
-    """The engine cannot go on with this response: it must be sampled anew, without `resume`."""
+    """Error of an engine that cannot go on with this response: it must be sampled anew, without `resume`."""
 
 
 class WeightLoadError(RuntimeError):
-    """A weight stream did not arrive whole. The engine is unloaded until a full stream succeeds."""
+    """Error of a weight stream that did not arrive whole. The engine is unloaded until a full stream succeeds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are drawn. `do_sample` False or `temperature` 0 takes the most likely token.
+    """Parameters that draw the tokens of one request. `do_sample` False or `temperature` 0 takes the most likely token.
 
     Logits are changed in this order: bad words and, before `min_tokens`, the tokens that stop are ruled out; penalties;
     temperature; min-p; top-k; top-p. Greedy choice is affected by the first two alone. Meanings are vLLM's.
@@ -68,13 +68,13 @@ class SamplingParams:
 
     @property
     def shapes_logits(self) -> bool:
-        """Whether logits are changed before the temperature."""
+        """True where logits are changed before the temperature."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return bool(self.bad_words) or self.min_tokens > 0 or penalties != (1, 0, 0)
 
     @property
     def of_hot_token(self) -> SamplingParams | None:
-        """How the first token of a response is drawn, where `first_temperature` makes it another way (FIRE)."""
+        """Parameters of the first token, where `first_temperature` draws it in another way (FIRE); None elsewhere."""
         if self.first_temperature is None or self.greedy:
             return None
         top_k = self.top_k if self.top_k > 0 else FIRST_TOP_K
@@ -83,8 +83,11 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sampled:
-    """Tokens of one response, each with the log-prob (natural log) of the distribution it was drawn from and the
-    version of the weights that drew it: three arrays [T], int32, float32, int32."""
+    """Tokens of one response, with log-probs and weight versions: three arrays [T], int32, float32, int32.
+
+    A log-prob (natural log) is that of the distribution the token was drawn from, a version that of the weights that
+    drew it.
+    """
 
     token_ids: NDArray[np.int32]
     log_probs: NDArray[np.float32]
@@ -97,7 +100,7 @@ class Sampled:
 
     @classmethod
     def of(cls, token_ids: Sequence[int], log_probs: Sequence[float], weight_versions: Sequence[int] | int) -> Sampled:
-        """From Python's numbers; one version may stand for all tokens."""
+        """Convert Python's numbers; one version may stand for all tokens."""
         versions = [weight_versions] * len(token_ids) if isinstance(weight_versions, int) else weight_versions
         return cls(
             token_ids=np.asarray(token_ids, dtype=np.int32),
@@ -109,7 +112,7 @@ class Sampled:
         return len(self.token_ids)
 
     def __add__(self, other: Sampled) -> Sampled:
-        """These tokens, then the others."""
+        """Concatenate these tokens and the others."""
         return Sampled(
             token_ids=np.concatenate([self.token_ids, other.token_ids]),
             log_probs=np.concatenate([self.log_probs, other.log_probs]),
@@ -122,10 +125,10 @@ NOTHING = Sampled.of([], [], [])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One response to be sampled. With a seed the tokens do not depend on what else is in the batch.
+    """Request for one response. With a seed its tokens do not depend on the other requests of the batch.
 
-    resume: what was sampled of this response before (it was aborted, or its engine lost). The completion begins with
-    it, and `sampling`'s limits count it.
+    resume: tokens sampled of this response before (it was aborted, or its engine lost). The completion begins with
+    them, and the limits of `sampling` count them.
     """
 
     request_id: str
@@ -140,7 +143,7 @@ class GenerationRequest:
 
     @property
     def hot_start(self) -> SamplingParams | None:
-        """How the next token is drawn if it is a hot first one: of the episode's first turn, not of a later one."""
+        """Parameters of the next token if it is a hot first one: of the episode's first turn, not of a later one."""
         return None if self.turn or len(self.resume) else self.sampling.of_hot_token
 
     @property
@@ -151,9 +154,9 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion:
-    """What was sampled of one request: all of it, or, with the reason "abort", what there was until then.
+    """Tokens sampled for one request: all of them, or, with the reason "abort", those until then.
 
-    cached_tokens: of prompt and `resume`, how many the engine took from its cache.
+    cached_tokens: tokens of prompt and `resume` that the engine took from its cache.
     """
 
     request_id: str
@@ -163,21 +166,23 @@ class Completion:
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens as Python's numbers."""
+        """Tokens as Python's numbers."""
         return self.sampled.token_ids.tolist()
 
     @property
     def log_probs(self) -> list[float]:
-        """The log-probs as Python's numbers."""
+        """Log-probs as Python's numbers."""
         return self.sampled.log_probs.tolist()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldWeights:
-    """Which weights an engine has in memory: whatever else is said about them follows from this record.
+    """Record of the weights that an engine has in memory: everything said about them elsewhere follows from it.
 
-    version: the trainer's, as it came with them. mark: what their sender calls them (weight_sync/header.py): engines
-    with the same mark hold the same weights. "": whoever loaded them gave none.
+    version: the trainer's, as it came with them.
+    mark: name that their sender gave them (weight_sync/header.py): engines with the same mark hold the same weights.
+    "":
+        the sender gave none.
     """
 
     version: int
@@ -187,7 +192,7 @@ class HeldWeights:
 def request_seed(seed: int, *draw: int | str) -> int:
     """Seed of one response, 0 <= seed < 2**62: the same in every process, after a resume and in every batch.
 
-    draw: what it is the seed of, for instance ("train", number of the prompt's draw, sample, turn).
+    draw: names the response, for instance ("train", number of the prompt's draw, sample, turn).
     """
     digest = hashlib.blake2b("/".join(map(str, (seed, *draw))).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2

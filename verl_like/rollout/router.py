@@ -1,4 +1,4 @@
-"""Many replicas as one client: which request goes where, and when.
+"""Router of requests to many replicas, which makes them one client: which request goes where, and when.
 
 A request waits in a queue, by (priority, arrival), until a replica has a free place. Requests of one session or group
 go to the replica that has their beginning in its cache; others to the one with the least to do, in tokens: prompt +
@@ -29,7 +29,7 @@ _MAX_HOMES = 100_000  # sessions remembered; the longest unused is forgotten
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A request that has not ended. `replica`: the one it runs on, or waits for."""
+    """Request in flight. `replica`: the one it runs on, or waits for."""
 
     request: GenerationRequest
     place: tuple[int, int]  # (priority, arrival)
@@ -62,17 +62,21 @@ class _Replica:
 
 
 class Router:
-    """A RolloutClient over the replicas that `links` lead to.
+    """RolloutClient over the replicas that `links` lead to.
 
-    max_running_requests: of one replica (None: any number); the rest is queued here, where it can still go anywhere.
-    requeue: what runs on a replica that dies goes on elsewhere, from the last tokens seen (by `snapshot`, or in the
-    link's own reports), or begins anew where the engine raises ResumeError for it; otherwise it fails with
-    RolloutError, which names the replica.
-    session_of: requests of one session, or group, share their beginnings (None: it is alone). source_of: what responses
-    of similar length have in common (None: nothing; max_tokens are expected).
-    deterministic: a request's replica, and the order of what is submitted while held, follow from the list of requests
-    alone. A round is what is submitted between two calls of `hold`; load is what the round has brought so far, whatever
-    has ended meanwhile, expected lengths are those known as it began, and sessions choose their replica anew.
+    Args:
+        links: one for each replica.
+        max_running_requests: most requests of one replica (None: any number); the rest is queued here, where it can
+            still go anywhere.
+        requeue: requests under way on a replica that dies go on elsewhere, from the last tokens seen (by `snapshot`, or
+            in the link's own reports), or begin anew where the engine raises ResumeError for them; otherwise they fail
+            with RolloutError, which names the replica.
+        session_of: names a request's session, or group, whose requests share their beginnings; None: it is alone.
+        source_of: names what responses of similar length have in common; None: nothing, and max_tokens are expected.
+        deterministic: a request's replica, and the order of requests submitted while held, follow from the list of
+            requests alone. A round is what is submitted between two calls of `hold`; load is what the round has brought
+            so far, whatever has ended meanwhile, expected lengths are those known as it began, and sessions choose
+            their replica anew.
     """
 
     def __init__(
@@ -110,7 +114,7 @@ class Router:
         live_metrics.show(self)
 
     def attach(self, link: Link) -> None:
-        """One replica more, which serves as of now (or as of `release`)."""
+        """Add a replica, which serves as of now (or as of `release`)."""
         with self._lock:
             replica = _Replica(link, number=len(self._replicas), held=self._held)
             self._replicas.append(replica)
@@ -122,7 +126,7 @@ class Router:
             self._admit()
 
     def submit(self, request: GenerationRequest) -> Future[Completion]:
-        """See RolloutClient."""
+        """Queue one request; see RolloutClient."""
         with self._lock:
             if self._closed:
                 raise RolloutError("the router is closed")
@@ -140,7 +144,7 @@ class Router:
         return entry.future
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """See RolloutClient."""
+        """End requests; see RolloutClient."""
         with self._lock:
             ids = list(self._entries) if request_ids is None else dict.fromkeys(request_ids)
             entries = [self._entries[i] for i in ids if i in self._entries]
@@ -159,7 +163,7 @@ class Router:
         _resolve(ended)
 
     def snapshot(self) -> dict[str, Sampled]:
-        """See RolloutClient. What it finds is also where a request goes on when its replica dies."""
+        """Tokens sampled so far; see RolloutClient. A request goes on from them when its replica dies."""
         with self._lock:
             asked = [(replica, dict(replica.running)) for replica in self._replicas if replica.running]
         found = [(replica, running, replica.link.snapshot()) for replica, running in asked]
@@ -170,12 +174,12 @@ class Router:
             return {name: entry.seen for name, entry in self._entries.items()}
 
     def serving_s(self) -> float:
-        """See RolloutClient: at least one replica is not held."""
+        """Seconds during which at least one replica was not held; see RolloutClient."""
         with self._lock:
             return self._served_s + (0.0 if math.isnan(self._serving_since) else time.monotonic() - self._serving_since)
 
     def occupancy(self) -> Occupancy:
-        """See RolloutClient."""
+        """Count what the replicas are doing; see RolloutClient."""
         with self._lock:
             alive = [replica for replica in self._replicas if replica.alive]
             held = sum(replica.held for replica in alive)
@@ -183,7 +187,7 @@ class Router:
             return Occupancy(len(alive), held, idle, len(self._entries))
 
     def gauges(self) -> dict[str, float]:
-        """See Gauges. requests: that have not ended; running: of them, on a replica."""
+        """Live metrics (see Gauges). requests: in flight; requests_running: those of them that are on a replica."""
         with self._lock:
             now, lost, running = self.occupancy(), len(self._replicas) - self._num_alive, self._num_running
         replicas = {"": now.replicas, "_held": now.held, "_idle": now.idle, "_lost": lost}
@@ -191,15 +195,18 @@ class Router:
         return found | {"router/requests": float(now.pending), "router/requests_running": float(running)}
 
     def hold(self, name: str | None = None) -> None:
-        """Send this replica nothing new until `release`: call it before a pause. None: all, which begins a round."""
+        """Send this replica no further requests until `release`: call it before a pause.
+
+        None: all, which begins a round.
+        """
         self._set_held(name, True)
 
     def release(self, name: str | None = None) -> None:
-        """Send again, first what was queued meanwhile: to be called when the replica is open."""
+        """Send requests again, first those queued meanwhile: call it when the replica is open."""
         self._set_held(name, False)
 
     def close(self) -> None:
-        """See RolloutClient. Replicas are told to end what runs, and otherwise left alone."""
+        """Close the router; see RolloutClient. Replicas are told to end their requests, and otherwise left alone."""
         live_metrics.hide(self)
         with self._lock:
             self._closed = True
@@ -239,8 +246,10 @@ class Router:
         _resolve(results)
 
     def _begin(self, entry: _Entry) -> bool:
-        """Begin one request that nobody waits before. What `_enqueue` and `_admit` do, without a look at all replicas.
-        False where it has to wait."""
+        """Begin one request that nobody waits before; False where it has to wait.
+
+        Does the work of `_enqueue` and `_admit` without a look at all replicas.
+        """
         replica = self._home(entry)
         if replica is None:
             replica = self._lightest()
@@ -254,7 +263,7 @@ class Router:
         return True
 
     def _lightest(self) -> _Replica | None:
-        """The one with the least load of those that have a place; of equals the first."""
+        """Find the replica with the least load of those that have a place; of equals the first."""
         full = []
         found = None
         while self._loads and found is None:
@@ -273,7 +282,7 @@ class Router:
         return found
 
     def _list(self, replica: _Replica) -> None:
-        """Its load may be less than is listed."""
+        """List the replica again: its load may be less than is listed."""
         if replica.listed is None or replica.load < replica.listed:
             replica.listed = replica.load
             heappush(self._loads, (replica.load, replica.number, replica))
@@ -295,8 +304,11 @@ class Router:
             heappush(home.queue, (entry.place, entry))
 
     def _admit(self) -> None:
-        """Give free places to those that wait, in their order. One pass over the replicas, then a heap of the first of
-        each queue and one of loads, in which a load that has grown meanwhile stands again, and the old one is void."""
+        """Give free places to the requests that wait, in their order.
+
+        One pass over the replicas, then a heap of the first of each queue and one of loads, in which a load that has
+        grown meanwhile stands again, and the old one is void.
+        """
         if self._all_held or len(self._entries) == self._num_running:
             return
         free = {replica: i for i, replica in enumerate(self._replicas) if self._has_place(replica)}
@@ -335,7 +347,7 @@ class Router:
             replica.link.send(requests, ())
 
     def _count_serving(self) -> None:
-        """To be called where replicas may have begun or ended to serve."""
+        """Update the serving clock; call it where replicas may have begun or ended to serve."""
         since, now = self._serving_since, time.monotonic()
         if self._all_held and not math.isnan(since):
             self._served_s, self._serving_since = self._served_s + now - since, math.nan
@@ -354,7 +366,7 @@ class Router:
         return home
 
     def _settle(self, entry: _Entry, replica: _Replica) -> _Replica:
-        """Make it the home of the request's session from now on."""
+        """Make the replica the home of the request's session from now on."""
         session = self._session_of(entry.request)
         if session is not None:
             self._homes[session] = replica
@@ -406,7 +418,7 @@ class Router:
         del self._entries[entry.request.request_id]
 
     def _lose(self, replica: _Replica, why: str) -> list[_Result]:
-        """A replica died: what waits for it goes elsewhere, what runs there too, or fails."""
+        """Handle a replica's death: requests that wait for it go elsewhere, those under way there too, or fail."""
         replica.alive = False
         self._num_alive -= 1
         running, waiting = list(replica.running.values()), [entry for _, entry in replica.queue if not entry.ended]
@@ -429,7 +441,7 @@ class Router:
         return results
 
     def _begin_anew(self, entry: _Entry) -> None:
-        """The engine cannot go on from what another one has sampled of it."""
+        """Begin a request again from the tokens it came with: the engine cannot go on from those of another engine."""
         entry.request, entry.seen = dataclasses.replace(entry.request, resume=entry.given), entry.given
         self._unassign(entry)
         self._enqueue(entry)
@@ -460,7 +472,7 @@ class Router:
 
 
 def _push_first(firsts: list[tuple[tuple[int, int], _Replica | None]], queue: _Queue, owner: _Replica | None) -> None:
-    """The next of a queue; those that were aborted while they waited are dropped."""
+    """Push the next request of a queue; those that were aborted while they waited are dropped."""
     while queue and queue[0][1].ended:
         heappop(queue)
     if queue:

@@ -22,7 +22,7 @@ _SEED_MASK = 2**63 - 1
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """One response under way, or waiting to be."""
+    """Response under way, or waiting to be."""
 
     request: GenerationRequest
     seed: int
@@ -43,7 +43,7 @@ class Row:
 
     @property
     def order(self) -> tuple[bool, int, int]:
-        """What is less is taken up earlier."""
+        """Sorting key: rows of lower order are taken up earlier."""
         return not self.begun, self.request.priority, self.place
 
     @property
@@ -56,13 +56,13 @@ class Row:
         return Sampled.of(self.token_ids, self.log_probs, self.versions)
 
     def take(self, token: int, log_prob: float, version: int) -> None:
-        """One more token, drawn from weights of this version."""
+        """Append one more token, drawn from weights of this version."""
         self.token_ids.append(token)
         self.log_probs.append(log_prob)
         self.versions.append(version)
 
     def end(self, tokenizer: PreTrainedTokenizerBase | None) -> FinishReason | None:
-        """Why the response is over after its last token, or None."""
+        """Reason for which the response is over after its last token, or None."""
         sampling = self.request.sampling
         if self.token_ids[-1] in sampling.stop_token_ids:
             return "stop"
@@ -79,7 +79,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Knobs:
-    """How each row is sampled: made when rows come or go, not at every token."""
+    """Sampling parameters of each row as tensors: made when rows come or go, not at every token."""
 
     greedy_b: Tensor
     temperature_b: Tensor
@@ -109,8 +109,10 @@ class Knobs:
 
 
 def draw_tokens(rows: Sequence[Row], knobs: Knobs, logits_bV: Tensor) -> tuple[Tensor, Tensor]:
-    """The next token [b] of each row, and its log-prob in the distribution that it was drawn from. Logits of the
-    tokenizer's ids alone, float32; they are changed in place."""
+    """Draw the next token [b] of each row, with its log-prob in the distribution that it was drawn from.
+
+    logits_bV: logits of the tokenizer's ids alone, float32; they are changed in place.
+    """
     for i in knobs.shaped:
         shape_logits(logits_bV[i], rows[i].request.sampling, rows[i].request.prompt_ids, rows[i].token_ids)
     temperature_b, top_k_b = knobs.temperature_b, knobs.top_k_b

@@ -19,7 +19,10 @@ FIRE_TEMPERATURE = 30.0  # verl's; FIRE: Chen et al. 2024, https://arxiv.org/abs
 def train_sampling(
     rollout: RolloutConfig, eos_ids: tuple[int, ...], tokenizer: PreTrainedTokenizerBase | None = None
 ) -> SamplingParams:
-    """How training responses are drawn. tokenizer: for the tokens of rollout.bad_words, where there are any."""
+    """Sampling parameters of training responses.
+
+    tokenizer: for the tokens of rollout.bad_words, where there are any.
+    """
     return SamplingParams(
         temperature=rollout.temperature,
         top_p=rollout.top_p,
@@ -41,7 +44,7 @@ def train_sampling(
 def validation_sampling(
     rollout: RolloutConfig, eos_ids: tuple[int, ...], tokenizer: PreTrainedTokenizerBase | None = None
 ) -> SamplingParams:
-    """How validation responses are drawn: `rollout.val_kwargs`, else as in training."""
+    """Sampling parameters of validation responses: `rollout.val_kwargs`, else as in training."""
     val = rollout.val_kwargs
     given: dict[str, Any] = {
         "min_p": val.min_p,
@@ -68,7 +71,10 @@ def validation_sampling(
 
 
 def bad_word_tokens(words: Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> tuple[tuple[int, ...], ...]:
-    """The token sequences that write a text, at the start of a word and inside one. ValueError without a tokenizer."""
+    """Token sequences that write a text, at the start of a word and inside one.
+
+    Raises ValueError without a tokenizer.
+    """
     if not words:
         return ()
     if tokenizer is None:
@@ -81,7 +87,10 @@ def bad_word_tokens(words: Sequence[str], tokenizer: PreTrainedTokenizerBase | N
 
 
 def require_tokens_left(sampling: SamplingParams, num_ids: int, what: str) -> None:
-    """ValueError where bad words (and before `min_tokens` the tokens that stop) rule out all `num_ids` ids."""
+    """Check that bad words (and before `min_tokens` the tokens that stop) leave one of the `num_ids` ids.
+
+    Raises ValueError otherwise.
+    """
     alone = {word[0] for word in sampling.bad_words if len(word) == 1}
     ruled_out = alone.union(sampling.stop_token_ids if sampling.min_tokens else ())
     if alone and len(ruled_out) >= num_ids and ruled_out.issuperset(range(num_ids)):
@@ -93,8 +102,10 @@ def require_tokens_left(sampling: SamplingParams, num_ids: int, what: str) -> No
 
 
 def completes_stop(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], stop: Sequence[str]) -> bool:
-    """Whether the last token completes one of these texts. Reads as few tokens as can hold the longest of them: a
-    character is 4 tokens at most, and a few more stand before."""
+    """Check whether the last token completes one of these texts.
+
+    Reads as few tokens as can hold the longest of them: a character is 4 tokens at most, and a few more stand before.
+    """
     tail = list(token_ids[-(4 * max(map(len, stop)) + 8) :])
     text, before = (
         tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -1,4 +1,4 @@
-"""The thread that drives an engine: requests come and go between steps, each future is resolved as its response ends.
+"""Thread that drives an engine: requests come and go between steps, each future is resolved as its response ends.
 
 One thread calls the engine's `step`. A loop is OPEN, PAUSING or PAUSED:
 
@@ -38,7 +38,7 @@ _SHUT_DOWN = "the rollout engine was shut down"
 
 
 class Phase(Enum):
-    """What a loop does: steps, ends its last step, or nothing."""
+    """State of a loop: it steps, ends its last step, or rests."""
 
     OPEN = "open"
     PAUSING = "pausing"
@@ -46,34 +46,34 @@ class Phase(Enum):
 
 
 class SteppedEngine(Protocol):
-    """What the loop drives. All calls come from one thread at a time."""
+    """Engine that the loop drives. All calls come from one thread at a time."""
 
     @property
     def weight_version(self) -> int | None: ...
 
     def add(self, request: GenerationRequest) -> None:
-        """Take up a request with the next steps. ValueError refuses it."""
+        """Take up a request with the next steps. Raises ValueError to refuse it."""
         ...
 
     def step(self) -> list[Completion]:
-        """One forward pass; the responses that ended with it."""
+        """Run one forward pass; return the responses that ended with it."""
         ...
 
     def has_unfinished(self) -> bool: ...
 
     def drop(self, request_ids: Sequence[str]) -> list[Completion]:
-        """Those of these requests that run end here, with what they have sampled and finish reason "abort"."""
+        """End those of these requests that are under way; return their tokens, with finish reason "abort"."""
         ...
 
     def progress(self) -> dict[str, Sampled]:
-        """What the requests that run have sampled."""
+        """Tokens sampled so far of the requests under way."""
         ...
 
 
 def submit_each(
     submit: Callable[[GenerationRequest], Future[Completion]], requests: Sequence[GenerationRequest]
 ) -> list[Future[Completion]]:
-    """A future for each request; what `submit` raises is set on it."""
+    """Submit each request and return its future; an error that `submit` raises is set on it."""
     futures: list[Future[Completion]] = []
     for request in requests:
         try:
@@ -85,10 +85,11 @@ def submit_each(
 
 
 class StepLoop:
-    """Owns the step thread, the queue in front of it and the futures behind it.
+    """Owner of the step thread, the queue in front of it and the futures behind it.
 
-    To be made by the thread that will load weights, when the engine has started: steps run on its CUDA stream.
-    Callbacks of the futures run in the step thread: they may submit, abort and look, but not open, pause or close.
+    The constructor is called by the thread that will load weights, when the engine has started: steps run on its CUDA
+    stream. Callbacks of the futures run in the step thread: they may submit, abort and look, but not open, pause or
+    close.
     """
 
     def __init__(self, engine: SteppedEngine, *, device: torch.device, lockstep: Lockstep | None = None) -> None:
@@ -114,7 +115,7 @@ class StepLoop:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank is the one of its replica that is given requests."""
+        """True for the rank of its replica that is given requests."""
         return self._lockstep is None or self._lockstep.is_leader
 
     @property
@@ -142,7 +143,7 @@ class StepLoop:
             return submit_each(self.submit, requests)
 
     def between_orders(self) -> AbstractContextManager[object]:
-        """Inside, no orders are collected: whatever is submitted goes into the same ones."""
+        """Hold the orders back: all requests submitted inside go into the same ones."""
         return self._changed
 
     def abort(self, request_ids: Sequence[str] | None) -> None:
@@ -158,7 +159,7 @@ class StepLoop:
             future.set_result(ended_here)
 
     def snapshot(self) -> dict[str, Sampled]:
-        """What is sampled so far of all pending requests."""
+        """Tokens sampled so far of all pending requests."""
         with self._as_guest():
             running = self._engine.progress() if self._error is None else {}
             with self._changed:
@@ -166,7 +167,7 @@ class StepLoop:
                 return {i: found for i, found in (waiting | running).items() if i in self._futures}
 
     def open(self) -> None:
-        """Make steps from now on; after a pause that is under way."""
+        """Make steps from now on; waits for a pause that is under way."""
         with self._changed:
             self._changed.wait_for(lambda: self._phase is not Phase.PAUSING or self._error is not None)
             self._raise_if_dead()
@@ -174,7 +175,7 @@ class StepLoop:
             self._changed.notify_all()
 
     def pause(self) -> None:
-        """Return when the loop is parked between two steps. Of a replica's other ranks: when its first one says so."""
+        """Park the loop between two steps, and return then. A replica's other ranks park when its first one says so."""
         with self._changed:
             if self._phase is Phase.OPEN and self.leads:
                 self._phase = Phase.PAUSING
@@ -187,7 +188,7 @@ class StepLoop:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """The engine to the caller alone: no step runs, though requests may be under way in a paused loop."""
+        """Give the engine to the caller alone: no step runs, though requests may be under way in a paused loop."""
         with self._as_guest():
             with self._changed:
                 self._raise_if_dead()
@@ -201,7 +202,10 @@ class StepLoop:
 
     @contextmanager
     def _as_guest(self) -> Iterator[None]:
-        """The engine's lock, between two steps. The loop lets guests go first: it would take the lock again at once."""
+        """Hold the engine's lock, between two steps.
+
+        The loop lets guests go first: it would take the lock again at once.
+        """
         with self._changed:
             self._guests_came += 1
         try:
@@ -262,7 +266,7 @@ class StepLoop:
         return True
 
     def _leave(self) -> None:
-        """Of an end that was not ordered: ranks that do not know of it are not to wait for this one."""
+        """Leave the lockstep at an end that was not ordered: ranks that do not know of it must not wait."""
         if self._lockstep is not None:
             self._lockstep.leave()
 
@@ -279,7 +283,7 @@ class StepLoop:
                 future.set_exception(error)
 
     def _wait(self) -> bool:
-        """Until the loop has work, or must give a sign of life. False: it ends without having to tell other ranks."""
+        """Wait until the loop has work, or must send a heartbeat. False: it ends without having to tell other ranks."""
         with self._changed:
             self._changed.wait_for(lambda: self._closing or self._phase is not Phase.PAUSED)
             if self._closing:  # the first rank says so to the others, which wait for its word
@@ -293,7 +297,7 @@ class StepLoop:
             return not self._closing or self._lockstep is not None
 
     def _collect(self) -> Orders:
-        """What changes with the next step."""
+        """Collect the orders of the next step."""
         with self._changed:
             pause = self._phase is Phase.PAUSING
             if not pause:
@@ -304,7 +308,7 @@ class StepLoop:
             return Orders(add=requests, drop=dropped, pause=pause, stop=self._closing, version=version)
 
     def _carry_out(self, orders: Orders) -> tuple[list[Completion], dict[str, ValueError]]:
-        """What ended, and what the engine refused: such a request fails alone."""
+        """Carry out orders; return the completions, and the requests that the engine refused (each fails alone)."""
         if self._lockstep is not None and orders.version != self._engine.weight_version:
             raise RolloutError(
                 f"this rank holds weights of version {self._engine.weight_version}, "

@@ -1,4 +1,4 @@
-"""One TCP connection between two processes of a run, on which whole Python objects travel."""
+"""Connection by TCP between two processes of a run, on which whole Python objects travel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HANDSHAKE_S = 10.0  # for all of the other end's answers; who is slower is not 
 
 
 class Wire:
-    """A connected socket whose other end has shown that it knows `authkey`, as has this one.
+    """Connected socket whose other end has shown that it knows `authkey`, as has this one.
 
     `send` may be called from any thread, `receive` from one. Both raise OSError or EOFError when the wire is cut.
     """
@@ -42,7 +42,7 @@ class Wire:
 
     @classmethod
     def to(cls, address: tuple[str, int], authkey: bytes) -> Wire:
-        """Raises OSError when nobody is there, AuthenticationError when it is somebody else."""
+        """Connect to `address`. Raises OSError when nobody is there, AuthenticationError when it is somebody else."""
         return cls(socket.create_connection(address, timeout=_CONNECT_S), authkey, asks_first=False)
 
     def send(self, message: Any) -> None:
@@ -54,7 +54,10 @@ class Wire:
         return pickle.loads(self._connection.recv_bytes())
 
     def cut(self) -> None:
-        """End it for both ends, from any thread: who waits in `receive` is told. Then `close`, in that thread."""
+        """End the connection for both ends, from any thread: a thread in `receive` is told.
+
+        Then `close`, in that thread.
+        """
         with suppress(OSError):  # it is cut already
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -65,7 +68,10 @@ class Wire:
             self._socket.close()
 
     def limit(self, seconds: float | None) -> None:
-        """How long one reading or writing may take; a longer one raises BlockingIOError, an OSError. None: for ever."""
+        """Set the seconds that one reading or writing may take; None: for ever.
+
+        A longer one raises BlockingIOError, an OSError.
+        """
         whole, part = divmod(0.0 if seconds is None else max(seconds, 1e-3), 1.0)  # a struct timeval of 0 is no limit
         limit = struct.pack("ll", int(whole), int(part * 1e6))
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -73,8 +79,10 @@ class Wire:
 
 
 class Socket:
-    """Where one `Wire` can be connected to: `address` and `authkey` say how. Who comes is let in by `accept`, or, after
-    `listen`, before it."""
+    """Listening end that one `Wire` can connect to; `address` and `authkey` say how.
+
+    The handshake is done by `accept`, or, after `listen`, before it.
+    """
 
     def __init__(self, host: str) -> None:
         self._socket = socket.create_server((host, 0))
@@ -86,13 +94,15 @@ class Socket:
         self._places = threading.Semaphore(_MOST_GUESTS)
 
     def listen(self) -> None:
-        """Examine who comes from now on."""
+        """Begin the handshake with every caller from now on."""
         self._listener = threading.Thread(target=self._listen, args=(self._known,), name="link-listen", daemon=True)
         self._listener.start()
 
     def accept(self, timeout_s: float | None = None) -> Wire:
-        """The first that knows the key; nobody after it. Raises OSError when `close` is called meanwhile, TimeoutError
-        (an OSError too) when nobody came."""
+        """Return the wire of the first caller that knows the key, and let in nobody after it.
+
+        Raises OSError when `close` is called meanwhile, TimeoutError (an OSError too) when nobody came.
+        """
         if self._listener is None:
             self.listen()
         assert self._listener is not None
@@ -107,7 +117,7 @@ class Socket:
         return first
 
     def _listen(self, known: SimpleQueue[Wire | OSError]) -> None:
-        """Whoever comes is examined in a thread of its own: strangers keep nobody waiting."""
+        """Run each caller's handshake in a thread of its own: strangers keep nobody waiting."""
         try:
             while True:
                 self._places.acquire()
@@ -141,7 +151,7 @@ def _cut(connected: socket.socket) -> None:
 
 
 def address_towards(host: str, port: int) -> str:
-    """This machine's address in the network that leads to `host`; nothing is sent."""
+    """Find this machine's address in the network that leads to `host`; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return probe.getsockname()[0]

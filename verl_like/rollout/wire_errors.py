@@ -15,12 +15,15 @@ Told = tuple[str, str]  # class name, message
 
 
 def told(error: BaseException) -> Told:
-    """What travels of an error. A ValueError of a library's own kind is a ValueError: it refuses one request."""
+    """Encode an error as name and text.
+
+    A ValueError of a library's own kind is a ValueError: it refuses one request.
+    """
     name = type(error).__name__
     return "ValueError" if name not in _KNOWN and isinstance(error, ValueError) else name, str(error)
 
 
 def heard(what: Told) -> Exception:
-    """The error at the other end."""
+    """Decode the error of the other end."""
     name, text = what
     return _KNOWN[name](text) if name in _KNOWN else RolloutError(f"{name}: {text}")

@@ -1,4 +1,4 @@
-"""The best checkpoint by a validation metric, and an early end where it stays away."""
+"""Best checkpoint by a validation metric, and the early stop where no better one comes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BEST_FILE = "best_checkpoint.json"
 
 
 class Best:
-    """What trainer.best_metric was at each validation, kept beside the checkpoints so that a resume knows it.
+    """Record of trainer.best_metric at each validation, kept beside the checkpoints so that a resume knows it.
 
     resumed_at: the step that a run is taken up at; later ones are done again, and count then.
     """
@@ -44,17 +44,21 @@ class Best:
 
     @property
     def step(self) -> int:
-        """Of the best validation; 0 before the first."""
+        """Step of the best validation; 0 before the first."""
         return [0, *self._bests()][-1]
 
     @property
     def value(self) -> float:
-        """Of the best validation; NaN before the first."""
+        """Value of the best validation; NaN before the first."""
         return self._seen.get(self.step, math.nan)
 
     def judge(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Whether this validation is the best so far; one of a step that was judged already counts no second time.
-        RunStopped where there is no such metric among its."""
+        """Record a validation; return True where it is the best so far.
+
+        A step that was judged already counts no second time.
+
+        Raises RunStopped where there is no such metric among its.
+        """
         name = self.settings.best_metric
         if name is None or not any(key.startswith("val-") for key in metrics):
             return False
@@ -70,7 +74,7 @@ class Best:
         return better
 
     def committed(self, step: int) -> None:
-        """The step is a whole checkpoint now: if it was the best, the one before may be deleted from here on."""
+        """Note that the step is a whole checkpoint now: if it was the best, the one before may be deleted."""
         if step in self._bests():
             self._kept = step
         self.keep()
@@ -84,16 +88,16 @@ class Best:
 
     @property
     def folder(self) -> Path | None:
-        """The best checkpoint, which is not deleted with the old ones."""
+        """Folder of the best checkpoint, which is not deleted with the old ones."""
         return step_dir(self._root, self._kept) if self._kept else None
 
     def stays_away(self) -> bool:
-        """trainer.early_stop_patience validations in a row brought nothing better."""
+        """True after trainer.early_stop_patience validations in a row without a better one."""
         patience = self.settings.early_stop_patience
         return patience is not None and sum(step > self.step for step in self._seen) >= patience
 
     def _bests(self) -> list[int]:
-        """The steps that were the best of those up to them."""
+        """Steps that were the best of those up to them."""
         sign, found, most = -1.0 if self.settings.best_mode == "min" else 1.0, list[int](), math.nan
         for step, value in self._seen.items():
             if math.isnan(most) or sign * value > sign * most:

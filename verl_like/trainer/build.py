@@ -1,4 +1,4 @@
-"""From a configuration to a trainer that is ready to fit. Cheap checks come first, processes last."""
+"""Construction of a trainer that is ready to fit, from a configuration. Cheap checks come first, processes last."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """What can be read and checked before any process is started."""
+    """Inputs of a run that can be read and checked before any process is started."""
 
     tokenizer: PreTrainedTokenizerBase
     hf_config: PretrainedConfig
@@ -105,8 +105,10 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A run as far as it can be known and checked without workers; what a start that is tried again takes as it is.
-    rewards: its graders run already."""
+    """Run as far as it can be known and checked without workers; a start that is tried again takes it as it is.
+
+    rewards: its graders run already.
+    """
 
     config: PPOConfig
     device: str
@@ -119,13 +121,15 @@ class Prepared:
 
     @property
     def world_size(self) -> int:
-        """Worker processes."""
+        """Number of worker processes."""
         return self.plan.world_size
 
 
 def prepare(config: PPOConfig, stack: ExitStack) -> Prepared:
-    """Check everything that needs no worker: own code, tools, model files, data, batch plan, graders, which are started
-    and tried. ValueError, OSError: what is wrong. What was started ends with `stack`."""
+    """Check everything that needs no worker: own code, tools, model files, data, batch plan, graders.
+
+    Graders are started and tried; what was started ends with `stack`. Raises ValueError, OSError: what is wrong.
+    """
     if config.actor_rollout_ref.rollout.name == "openai":
         raise ValueError(
             "actor_rollout_ref.rollout.name=openai: an endpoint takes no weights, so there is nothing to train or to "
@@ -182,7 +186,7 @@ def prepare(config: PPOConfig, stack: ExitStack) -> Prepared:
 
 
 def with_own_loops(config: PPOConfig, inputs: Inputs, stack: ExitStack) -> Inputs:
-    """The inputs with the agent loops of the run, until `stack` is closed."""
+    """Add the agent loops of the run to the inputs, until `stack` is closed."""
     encoder, kind = make_encoder(with_system_prompt(config), inputs.tokenizer), inputs.hf_config.model_type
     return dataclasses.replace(
         inputs, runner=part("loops", "runner")(config, inputs.runner, encoder, kind, inputs.eos_ids, stack)
@@ -191,7 +195,7 @@ def with_own_loops(config: PPOConfig, inputs: Inputs, stack: ExitStack) -> Input
 
 @contextmanager
 def prepared(config: PPOConfig) -> Iterator[Prepared]:
-    """`prepare`, until the end of the context. ConfigError: what is wrong."""
+    """Run `prepare`, until the end of the context. Raises ConfigError: what is wrong."""
     with ExitStack() as stack:
         with input_errors(), start_phase("tokenizer, data, graders"):
             ready = prepare(config, stack)
@@ -212,11 +216,15 @@ def started(
     *,
     again: bool = False,
 ) -> Iterator[PPOTrainer]:
-    """A trainer whose workers live as long as the context.
+    """Start a trainer whose workers live as long as the context.
 
-    workers: see `trainer.workers`, the one place that knows whether that is Ray. confirm_folder: see `Checkpoints`.
-    kind: the trainer's class; None: that of trainer.trainer_class. again: goes on from the newest checkpoint of this
-    run's folder, whatever trainer.resume_mode says, after an earlier start of this run that saved one was lost.
+    Args:
+        ready: the run, checked.
+        workers: see `trainer.workers`, the one place that knows whether that is Ray.
+        confirm_folder: see `Checkpoints`.
+        kind: the trainer's class; None: that of trainer.trainer_class.
+        again: an earlier start of this run, which saved a checkpoint, was lost: resume from the newest checkpoint of
+            this run's folder, whatever trainer.resume_mode says.
     """
     config, inputs, plan, rewards = ready.config, ready.inputs, ready.plan, ready.rewards
     inputs.tool_usage()  # what tools did in a step that was lost with an earlier start counts for no step
@@ -254,7 +262,7 @@ def started(
 
 
 def check_rewards(config: PPOConfig, inputs: Inputs, rewards: RewardManager) -> None:
-    """ValueError, RewardFunctionError where the graders cannot score the rows."""
+    """Check that the graders can score the rows; raises ValueError, RewardFunctionError otherwise."""
     styles = [style for dataset in (inputs.train, inputs.val) if dataset for style in dataset.reward_styles()]
     rewards.check_rows(styles)
     for dataset in filter(None, (inputs.train, inputs.val)):
@@ -272,7 +280,10 @@ def try_rewards(config: PPOConfig, inputs: Inputs, rewards: RewardManager) -> No
 
 
 def build_reporter(ready: Prepared, speed: SpeedReport, resumed_at: int | None) -> Reporter:
-    """Trackers, live display and sample files of the run. resumed_at: the step of the checkpoint it starts from."""
+    """Build the run's trackers, live display and sample files.
+
+    resumed_at: the step of the checkpoint it starts from.
+    """
     config, plan, inputs = ready.config, ready.plan, ready.inputs
     settings, run_id = config.trainer, os.environ.get(RUN_ID_VARIABLE, "")
     shared = shares_prompts(config.actor_rollout_ref.model)
@@ -367,9 +378,11 @@ def assemble(
 
 
 def load_inputs(config: PPOConfig, toolbox: Toolbox | None = None, *, trains: bool = True) -> Inputs:
-    """Tokenizer, model configuration and datasets, checked against each other. The prompts offer toolbox's tools.
+    """Load tokenizer, model configuration and datasets, and check them against each other.
 
-    trains: False where the validation set alone is answered, and stands for the training set too."""
+    The prompts offer toolbox's tools. trains: False where the validation set alone is answered, and stands for the
+    training set too.
+    """
     model, data = config.actor_rollout_ref.model, with_system_prompt(config)
     check_locations(config, *(DATA_FILES if trains else DATA_FILES[1:]))
     key = "data.tokenizer" if data.tokenizer else "actor_rollout_ref.model.path"
@@ -432,7 +445,10 @@ def load_inputs(config: PPOConfig, toolbox: Toolbox | None = None, *, trains: bo
 
 
 def check_tensor_parallel(config: PPOConfig, hf_config: PretrainedConfig) -> None:
-    """ValueError, naming the key and the numbers, for a model that its role's tensor_parallel_size cannot split."""
+    """Check that each role's tensor_parallel_size can split its model.
+
+    Raises ValueError, naming the key and the numbers, otherwise.
+    """
     for role in roles_of(config).values():
         if role.tensor > 1 or role.kind == "policy":
             own = hf_config if role.kind == "policy" else load_hf_config(role.model)
@@ -440,7 +456,7 @@ def check_tensor_parallel(config: PPOConfig, hf_config: PretrainedConfig) -> Non
 
 
 def answering(config: PPOConfig, inputs: Inputs, *, validation: bool) -> Answering:
-    """How prompts are answered, in training or in validation."""
+    """Options by which prompts are answered, in training or in validation."""
     rollout = config.actor_rollout_ref.rollout
     sampling = (validation_sampling if validation else train_sampling)(rollout, inputs.eos_ids, inputs.tokenizer)
     return Answering(
@@ -460,7 +476,7 @@ def answering(config: PPOConfig, inputs: Inputs, *, validation: bool) -> Answeri
 
 
 def with_system_prompt(config: PPOConfig) -> DataConfig:
-    """data.*, where data.system_prompt=auto became the prompt that belongs to reward_model.rule."""
+    """Return data.*, with data.system_prompt=auto replaced by the prompt that belongs to reward_model.rule."""
     data, rule = config.data, config.reward_model.rule
     if data.system_prompt != "auto":
         return data
@@ -473,13 +489,16 @@ def with_system_prompt(config: PPOConfig) -> DataConfig:
 
 
 def train_loader(config: PPOConfig, dataset: Dataset, plan: BatchPlan) -> PromptLoader:
-    """The training prompts from the first one on, in the order of `train_sampler`."""
+    """Load the training prompts from the first one on, in the order of `train_sampler`."""
     size = plan.prompts_per_draw
     return PromptLoader(dataset, train_sampler(config, dataset, size), size, drop_last=not plan.draws_until_full)
 
 
 def train_sampler(config: PPOConfig, dataset: Dataset, batch_size: int) -> Sampler:
-    """The user's sampler, or rows by data.domain_weights, or all rows alike; by data.seed, or else trainer.seed."""
+    """Build the user's sampler, or one of rows by data.domain_weights, or of all rows alike.
+
+    The seed is data.seed, or else trainer.seed.
+    """
     data = config.data
     if data.sampler.class_path is not None:
         return part("sampler", "own")(data, dataset)
@@ -495,7 +514,7 @@ def train_sampler(config: PPOConfig, dataset: Dataset, batch_size: int) -> Sampl
 
 
 def validation_batches(config: PPOConfig, dataset: Dataset | None) -> Iterable[list[Prompt]]:
-    """The whole validation set; without one, nothing."""
+    """Yield the whole validation set; empty without one."""
     if dataset is None:
         return ()
     data = config.data
@@ -503,7 +522,7 @@ def validation_batches(config: PPOConfig, dataset: Dataset | None) -> Iterable[l
 
 
 def resolve_world(config: PPOConfig) -> tuple[str, int]:
-    """(device, ranks per node) of this run: trainer.device and trainer.n_gpus_per_node, with auto filled in."""
+    """Resolve (device, ranks per node) of this run: trainer.device and trainer.n_gpus_per_node, with auto filled in."""
     settings = config.trainer
     device = str(settings.device)
     if device == "auto":
@@ -521,6 +540,6 @@ def resolve_world(config: PPOConfig) -> tuple[str, int]:
 
 
 def required(known: T | None) -> T:
-    """What is there in this case: a length that the plan knows since it was built with the size of the data, say."""
+    """Return a value that is known in this case: a length that a plan built with the size of the data has, say."""
     assert known is not None
     return known

@@ -1,4 +1,4 @@
-"""When to save, what belongs to a checkpoint, and how a run takes it up again.
+"""Saving of a run's checkpoints, and the way it takes one up again.
 
 A checkpoint is written in two parts: `write` puts the actor, the critic and their configuration into a folder that is
 not a checkpoint yet; `complete` adds the loop's own state and the checksums and declares it the newest. Between the two
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class Run(Protocol):
-    """What a checkpoint holds, and what it is told: `ppo.PPOTrainer`."""
+    """Parts of a run that a checkpoint holds, and that it talks to: `ppo.PPOTrainer`."""
 
     config: PPOConfig
     state: TrainState
@@ -52,17 +52,18 @@ class Run(Protocol):
 
 
 class NotFinite(RunStopped):
-    """A model or its optimizer holds NaN or infinite numbers: it is not written."""
+    """Error of a model or optimizer with NaN or infinite numbers: it is not written."""
 
 
 class Unhealthy(RunStopped):
-    """A health rule stops the run: its newest step is saved, and no older one is dropped for that."""
+    """Error of a health rule that stops the run: its newest step is saved, and no older one is dropped for that."""
 
 
 class Checkpoints:
-    """Saves and restores a run under trainer.default_local_dir.
+    """Checkpoints of a run under trainer.default_local_dir.
 
-    end_ids: what ends a response, for the exported model. resume: the checkpoint to start from (`resume.find_resume`).
+    end_ids: ids that end a response, for the exported model.
+    resume: the checkpoint to start from (`resume.find_resume`).
     confirm: called before anything is written; raises when the folder is another run's meanwhile (checkpoint/lock.py).
     """
 
@@ -93,16 +94,16 @@ class Checkpoints:
 
     @property
     def resume_step(self) -> int | None:
-        """The last finished step of the run that is taken up; None for a fresh start."""
+        """Last finished step of the run that is taken up; None for a fresh start."""
         return None if self.resume is None else layout.step_of(self.resume)
 
     def newest_before(self, step: int) -> Path | None:
-        """The newest whole checkpoint of an earlier step than this one."""
+        """Find the newest whole checkpoint of an earlier step than this one."""
         whole = layout.whole_checkpoints(self.root)
         return next((path for path in reversed(whole) if layout.step_of(path) < step), None)
 
     def restore(self, run: Run) -> None:
-        """Load the checkpoint to start from, if there is one. ConfigError when the run's data do not fit it."""
+        """Load the checkpoint to start from, if there is one. Raises ConfigError when the run's data do not fit it."""
         if self.resume is not None:
             saved = layout.read_trainer_state(self.resume)
             try:
@@ -129,7 +130,10 @@ class Checkpoints:
         self.step_ended(run)
 
     def _delete_loaded(self, path: Path) -> None:
-        """trainer.del_local_ckpt_after_load: not the only copy, where there is to be another."""
+        """Delete a loaded checkpoint (trainer.del_local_ckpt_after_load).
+
+        It stays where trainer.default_hdfs_dir is set and does not hold it yet.
+        """
         what, fetched = "trainer.del_local_ckpt_after_load", is_remote(self.config.resume_from_path)
         if self._uploader is None and not fetched:
             more = ": until the next save the run has no checkpoint (trainer.default_hdfs_dir is not set)"
@@ -142,17 +146,17 @@ class Checkpoints:
         layout.forget(path)
 
     def update_begins(self) -> None:
-        """From here to `step_ended` the weights belong to no step: nothing can be saved."""
+        """Note that an update begins: from here to `step_ended` the weights belong to no step and cannot be saved."""
         self._boundary = None
 
     def step_ended(self, run: Run) -> None:
-        """The weights are those of `run.state.step` until the next update, whatever the loop draws meanwhile."""
+        """Note that the weights are those of `run.state.step` until the next update, whatever the loop draws."""
         run.source.trained()
         self._boundary = copy.deepcopy({"state": run.state.state_dict(), "source": run.source.state_dict()})
 
     @contextmanager
     def saved_on_error(self, run: Run) -> Iterator[None]:
-        """An error of the driver loses no finished step: they are saved, as for an interrupt, before it goes on."""
+        """Save finished steps when the driver fails inside, as for an interrupt, before its error goes on."""
         try:
             yield
         except NotFinite:
@@ -165,14 +169,17 @@ class Checkpoints:
             raise
 
     def save_unless_saved(self, run: Run) -> None:
-        """For an interrupted run: nothing is lost, nothing is written twice."""
+        """Save an interrupted run: no step is lost, none is written twice."""
         assert self._boundary is not None
         if self._boundary["state"]["step"] not in (0, self._saved_step):
             self.write(run)
         self.complete(run, wait=True)
 
     def write(self, run: Run) -> None:
-        """Write models and configuration of the finished step. NotFinite, naming tensors, when they are spoilt."""
+        """Write models and configuration of the finished step.
+
+        Raises NotFinite, naming tensors, when they are spoilt.
+        """
         self.complete(run, wait=True)
         assert self._boundary is not None
         state, step = self._boundary, self._boundary["state"]["step"]
@@ -217,7 +224,7 @@ class Checkpoints:
         logger.info("saved checkpoint %s", path)
 
     def validated(self, run: Run, metrics: Mapping[str, float]) -> None:
-        """The best step so far is saved at once, whatever trainer.save_freq says."""
+        """Save the best step so far at once, whatever trainer.save_freq says."""
         step = run.state.step
         if self.best.judge(step, metrics) and step not in (0, self._saved_step):
             self.write(run)
@@ -226,7 +233,7 @@ class Checkpoints:
         self.best.keep()
 
     def finish(self) -> None:
-        """Wait for uploads. RunStopped for what could not be copied to trainer.default_hdfs_dir."""
+        """Wait for uploads. Raises RunStopped for files that could not be copied to trainer.default_hdfs_dir."""
         left = [] if self._uploader is None else self._uploader.finish()
         if left:
             raise RunStopped(
@@ -235,11 +242,14 @@ class Checkpoints:
             )
 
     def close(self) -> None:
-        """However the run ends: no upload goes on beside the next start, and what is not there is told."""
+        """Wait for uploads, however the run ends: none goes on beside the next start, and missing copies are logged."""
         self._attempt(self.finish)
 
     def _save_after_error(self, run: Run) -> None:
-        """As for an interrupt, if the weights are those of a finished step; no error of its own hides the first."""
+        """Save as for an interrupt, if the weights are those of a finished step.
+
+        No error of the saving hides the first error.
+        """
         if self._boundary is None:
             logger.error("it failed in the middle of an update: the weights belong to no step and are not saved")
             return
@@ -257,7 +267,7 @@ class Checkpoints:
 
     @contextmanager
     def _told(self, step: int) -> Iterator[None]:
-        """RunStopped, for people, where the disk is full, read-only or gone."""
+        """Turn errors of a disk that is full, read-only or gone into RunStopped, for people."""
         try:
             yield
         except OSError as error:
@@ -282,7 +292,7 @@ class Checkpoints:
 
     @staticmethod
     def _saved(run: Run, wait: bool) -> bool:
-        """Whether no role writes in the background; `wait`: until it is so."""
+        """True where no role writes in the background; `wait`: wait until that is so."""
         critic = run.critic is None or run.critic.saved(wait=wait)
         return run.actor.saved(wait=wait) and critic
 

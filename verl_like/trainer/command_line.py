@@ -1,4 +1,4 @@
-"""The command line of a run: hydra's form of keys, the user's YAML, `--cfg job`. For main_ppo and `verl-like`."""
+"""Command line of a run: hydra's form of keys, the user's YAML, `--cfg job`. For main_ppo and `verl-like`."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ logger = logging.getLogger(__name__)
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """Keys, and the options that name the user's YAML file."""
+    """Add keys, and the options that name the user's YAML file."""
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for instance actor_rollout_ref.rollout.n=8")
     parser.add_argument("--config-path", "-cp", "--config-dir", "-cd", help="folder of your YAML file")
     parser.add_argument("--config-name", "-cn", help="name of your YAML file")
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Everything that main_ppo takes."""
+    """Add everything that main_ppo takes."""
     add_config_arguments(parser)
     parser.add_argument("--cfg", "-c", choices=["job"], help="print the composed configuration and stop")
     parser.add_argument("--resolve", action="store_true", help="with --cfg: show values instead of interpolations")
@@ -53,7 +53,7 @@ def run_main(run: Callable[[PPOConfig], None], argv: Sequence[str] | None = None
 
 @starting()
 def run_parsed(run: Callable[[PPOConfig], None], arguments: argparse.Namespace) -> None:
-    """`run_main`, from parsed arguments."""
+    """Run `run_main`, from parsed arguments."""
     try:
         if arguments.multirun:
             raise ConfigError(["--multirun is not supported: start one run per setting"])
@@ -69,7 +69,10 @@ def run_parsed(run: Callable[[PPOConfig], None], arguments: argparse.Namespace) 
 
 
 def user_files(arguments: argparse.Namespace) -> list[Path]:
-    """The YAML file that --config-path and --config-name mean, if any. ConfigError where it is not there."""
+    """Find the YAML file that --config-path and --config-name mean, if any.
+
+    Raises ConfigError where it is not there.
+    """
     name = arguments.config_name
     if name is None and arguments.config_path is None:
         return []

@@ -1,4 +1,6 @@
-"""From a command line and the user's YAML to a checked PPOConfig. The only place that knows hydra and omegaconf.
+"""Composition of a checked PPOConfig from a command line and the user's YAML. The only module that knows hydra.
+
+Omegaconf, too, is known here alone.
 
 Precedence, lowest first: dataclass defaults, trainer/config/*.yaml, the user's YAML, command-line overrides. Hydra
 composes the config groups and its grammar reads the overrides; what hydra does besides (a job folder, its logging,
@@ -63,7 +65,7 @@ ConfigStore.instance().store(name="ppo_schema", node=PPOConfig)
 
 @dataclasses.dataclass(slots=True)
 class Settings:
-    """What the user asked for, in order: values, and choices of config groups as hydra overrides."""
+    """Settings that the user asked for, in order: values, and choices of config groups as hydra overrides."""
 
     changes: list[Change] = dataclasses.field(default_factory=list)
     groups: list[str] = dataclasses.field(default_factory=list)
@@ -77,10 +79,12 @@ Overrides = Sequence[str] | Mapping[str, Any]
 
 
 def compose(overrides: Overrides = (), yaml_files: Sequence[str | Path] = ()) -> PPOConfig:
-    """The checked configuration of a run; warnings are logged.
+    """Compose the checked configuration of a run; warnings are logged.
 
-    overrides: `key=value` as on hydra's command line, or a dictionary of keys (or sections) and Python values.
-    yaml_files: the user's own, later ones win.
+    Args:
+        overrides: `key=value` as on hydra's command line, or a dictionary of keys (or sections) and Python values.
+        yaml_files: the user's own, later ones win.
+
     Raises ConfigError listing everything that is wrong.
     """
     config, warnings = compose_with_warnings(overrides, yaml_files)
@@ -92,7 +96,7 @@ def compose(overrides: Overrides = (), yaml_files: Sequence[str | Path] = ()) ->
 def compose_with_warnings(
     overrides: Overrides = (), yaml_files: Sequence[str | Path] = ()
 ) -> tuple[PPOConfig, list[str]]:
-    """As `compose`, with the warnings returned instead of logged."""
+    """Run `compose`, with the warnings returned instead of logged."""
     tree, changes, warnings = compose_tree(overrides, yaml_files)
     config = to_config(tree)
     hidden = [key for key, value in flat(to_dict(config)).items() if isinstance(value, str) and HIDDEN in value]
@@ -104,7 +108,7 @@ def compose_with_warnings(
 
 
 def doctored(config: PPOConfig, changes: list[Change]) -> list[str]:
-    """The doctor's warnings; ConfigError for what cannot work. changes: what the user set."""
+    """Collect the doctor's warnings; raises ConfigError for what cannot work. changes: what the user set."""
     defaults = keys()
     set_keys = {key.path for change in changes if (key := find_key(change.key))}
     changed = frozenset(key for key in set_keys if get_value(config, key) != defaults[key].default)
@@ -112,7 +116,7 @@ def doctored(config: PPOConfig, changes: list[Change]) -> list[str]:
 
 
 def followers_of(changes: Sequence[Change]) -> dict[str, list[str]]:
-    """Key -> the keys that take its value: those that the user made follow it, and those that do so by default."""
+    """Map a key to the keys that take its value: by the user's interpolations, or by default."""
     texts = _interpolations() | {key.path: change.value for change in changes if (key := find_key(change.key))}
     followers: dict[str, list[str]] = {}
     for follower, text in texts.items():
@@ -122,14 +126,14 @@ def followers_of(changes: Sequence[Change]) -> dict[str, list[str]]:
 
 
 def _sources(key: str, text: Any) -> list[str]:
-    """The keys whose values a text such as `${critic.ppo_epochs}/${.name}` takes."""
+    """Find the keys whose values a text such as `${critic.ppo_epochs}/${.name}` takes."""
     names = re.findall(r"\$\{(\.?[\w.]+)\}", text) if isinstance(text, str) else []
     return [key.rpartition(".")[0] + name if name.startswith(".") else name for name in names]
 
 
 @cache
 def _interpolations() -> dict[str, str]:
-    """The keys that follow others before the user sets any, with their text in the YAML files."""
+    """Map the keys that follow others before the user sets any to their text in the YAML files."""
     plain = OmegaConf.to_container(_base(()), resolve=False)
     found = {key: _leaf(plain, key) for key in keys()}
     return {key: text for key, text in found.items() if isinstance(text, str) and "${" in text}
@@ -142,7 +146,7 @@ def _leaf(tree: Any, key: str) -> Any:
 
 
 def compose_tree(overrides: Overrides, yaml_files: Sequence[str | Path]) -> tuple[DictConfig, list[Change], list[str]]:
-    """The omegaconf tree before conversion, the settings applied to it, and warnings about spellings."""
+    """Compose the omegaconf tree before conversion, the settings applied to it, and warnings about spellings."""
     settings = Settings()
     if isinstance(yaml_files, str | Path):
         raise ConfigError([f"yaml_files={str(yaml_files)!r}: give a list of files"])
@@ -173,8 +177,10 @@ def compose_tree(overrides: Overrides, yaml_files: Sequence[str | Path]) -> tupl
 
 
 def _adapted(tree: DictConfig, changes: Sequence[Change]) -> list[str]:
-    """Rank, scale and modules of the LoRA adapters that the run begins with; the lines that tell what of one is not
-    taken over. ConfigError where the user asks for others."""
+    """Set rank, scale and modules of the LoRA adapters that the run begins with.
+
+    Returns lines that name what is not taken over from an adapter. Raises ConfigError where the user asks for others.
+    """
     told, problems = list[str](), list[str]()
     given = {change.key: change.value for change in changes}
     for section in ("actor_rollout_ref.model", "critic.model"):
@@ -206,8 +212,10 @@ def _selected(tree: DictConfig, key: str) -> Any:
 
 
 def _corrected(tree: DictConfig, changes: Sequence[Change]) -> list[str]:
-    """Groups that live through several versions of the weights get truncated importance weights, unless something else
-    is said; the line that tells it."""
+    """Turn truncated importance weights on where groups live through several versions of the weights.
+
+    Only where the user says nothing else. Returns the line that tells it.
+    """
     key = "algorithm.rollout_correction.rollout_is"
     written = OmegaConf.to_container(tree.trainer, resolve=False)
     if _leaf(written, "mode") == "sync" or any(key == change.key for change in changes):
@@ -223,7 +231,7 @@ def _corrected(tree: DictConfig, changes: Sequence[Change]) -> list[str]:
 
 
 def _import_users_modules(tree: DictConfig) -> None:
-    """Modules that may register names, before the names in the configuration are checked."""
+    """Import modules that may register names, before the names in the configuration are checked."""
     key = "actor_rollout_ref.model.external_lib"
     try:
         import_modules(external_modules(), EXTERNAL_MODULES)
@@ -243,7 +251,7 @@ def to_config(tree: DictConfig) -> PPOConfig:
 
 
 def _unresolved(error: OmegaConfBaseException) -> str:
-    """What is wrong with an interpolation, where, and how variables of the environment are named."""
+    """Say what is wrong with an interpolation, where, and how variables of the environment are named."""
     text, hint = str(error).splitlines()[0], ""
     if missing := re.fullmatch(r"Interpolation key '(\w+)' not found", text):
         hint = f"; a variable of the environment is ${{oc.env:{missing[1]}}}"
@@ -256,14 +264,16 @@ def _unresolved(error: OmegaConfBaseException) -> str:
 
 
 def save_resolved(config: PPOConfig, path: str | Path) -> None:
-    """Write the whole configuration as YAML; the file can be given back with --config-path and --config-name, and
-    the secrets, which are hidden in it, again."""
+    """Write the whole configuration as YAML.
+
+    The file can be given back with --config-path and --config-name, and the secrets, which are hidden in it, again.
+    """
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(OmegaConf.to_yaml(OmegaConf.create(redacted_tree(to_dict(config), exact=True))))
 
 
 def yaml_path(folder: Path, name: str) -> Path:
-    """The file that --config-name means. ConfigError where there is none."""
+    """Find the file that --config-name means. Raises ConfigError where there is none."""
     path = with_suffix(folder.expanduser() / name)
     if not path.is_file():
         raise ConfigError([f"--config-name={name}: there is no file {path.absolute()}"])
@@ -271,13 +281,15 @@ def yaml_path(folder: Path, name: str) -> Path:
 
 
 def with_suffix(path: Path) -> Path:
-    """The path with .yaml, unless it has that or .yml."""
+    """Add .yaml to a path, unless it has that or .yml."""
     return path if path.suffix in (".yaml", ".yml") else path.with_name(path.name + ".yaml")
 
 
 def _read_yaml(path: Path, settings: Settings, within: tuple[Path, ...] = ()) -> None:
-    """Add a user's YAML: its `defaults` first (other files beside it, groups), then its own keys. within: the files
-    that name it in theirs."""
+    """Add a user's YAML: its `defaults` first (other files beside it, groups), then its own keys.
+
+    within: the files that name it in theirs.
+    """
     if not path.is_file():
         raise ConfigError([f"config file {path} does not exist" + "".join(f" (defaults of {each})" for each in within)])
     try:
@@ -351,7 +363,7 @@ def _read_override(text: str, settings: Settings) -> None:
 
 
 class _Nothing(str):
-    """The empty value of `key=`, as an unset shell variable leaves it. (Quotes with nothing in them are a text.)"""
+    """Empty value of `key=`, as an unset shell variable leaves it. (Quotes with nothing in them are a text.)"""
 
 
 def _read_mapping(values: Mapping[str, Any], settings: Settings) -> None:
@@ -380,7 +392,7 @@ _WINDOWS = "the script has the line ends of Windows; `sed -i 's/\\r$//' SCRIPT` 
 
 
 def _how_to_write(text: str) -> str:
-    """The fix of an argument that cannot be read, with the argument itself where it has a key."""
+    """Fix of an argument that cannot be read, with the argument itself where it has a key."""
     key, equals, value = text.partition("=")
     if equals and re.search(r"^\.|\.\.|\.$|\S\s+\S", key):
         return f"{key!r} is no key; write section.name=value"
@@ -416,7 +428,7 @@ def _group_override(group: str, package: str | None, choice: str) -> str:
 
 
 def _text(value: Any) -> Any:
-    """Plain strings for hydra's quoted ones and for paths, also inside lists and dictionaries."""
+    """Replace hydra's quoted strings and paths by plain strings, also inside lists and dictionaries."""
     if isinstance(value, dict):
         return {str(name): _text(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -425,7 +437,7 @@ def _text(value: Any) -> Any:
 
 
 def _leaves(changes: list[Change]) -> list[Change]:
-    """Dictionaries given to a section become one change per leaf; those given to an open dictionary stay whole."""
+    """Split dictionaries given to a section into one change per leaf; those given to an open dictionary stay whole."""
     flat: list[Change] = []
     for change in changes:
         inside_open = find_key(change.key) is not None
@@ -437,7 +449,7 @@ def _leaves(changes: list[Change]) -> list[Change]:
 
 
 def _given_twice(changes: list[Change]) -> list[str]:
-    """Keys that the command line sets to several values; dictionaries are merged."""
+    """Find the keys that the command line sets to several values; dictionaries are merged."""
     given: dict[str, list[Any]] = {}
     for change in changes:
         if not isinstance(change.value, dict):
@@ -450,7 +462,7 @@ def _given_twice(changes: list[Change]) -> list[str]:
 
 
 def _fitted(change: Change, settings: Settings) -> Change:
-    """The value in the form that its key has: 1e3 as an integer, nothing (an unset shell variable) as false or null."""
+    """Convert a value to the form of its key: 1e3 to an integer, an empty value (unset variable) to false or null."""
     key, value = find_key(change.key), change.value
     kinds = () if key is None else get_args(key.type) or (key.type,)
     if isinstance(value, float) and value.is_integer() and int in kinds and float not in kinds:
@@ -487,13 +499,13 @@ def _unknown(change: Change) -> str | None:
 
 
 def _base(groups: Sequence[str]) -> DictConfig:
-    """A fresh tree of the defaults with these groups; the files are read once a process."""
+    """Build a fresh tree of the defaults with these groups; the files are read once a process."""
     return pickle.loads(_composed(tuple(groups)))
 
 
 @cache
 def _composed(groups: tuple[str, ...]) -> bytes:
-    """The tree as a pickle, from which a copy is made in a third of the time that copy.deepcopy takes."""
+    """Compose the tree as a pickle, from which a copy is made in a third of the time that copy.deepcopy takes."""
     try:
         with initialize_config_dir(str(CONFIG_DIR), version_base=None):
             return pickle.dumps(hydra_compose(CONFIG_NAME, overrides=list(groups)))
@@ -525,7 +537,7 @@ _FORMS |= {list: "a list, as [a,b]", dict: "a dictionary, as {name: value}", lis
 
 
 def _form(kind: Any) -> str:
-    """How a value of this type is written, for messages; of an enum nothing, whose own error lists its names."""
+    """Say how a value of this type is written, for messages; empty for an enum, whose own error lists its names."""
     kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
     names = [name for each in kinds if (name := _FORMS.get(each) or _FORMS.get(get_origin(each)))]
     return f"give {' or '.join(names)}" if names else ""

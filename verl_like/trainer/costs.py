@@ -18,14 +18,14 @@ NO_ROOM = "DOES NOT FIT"  # in the forecast's text of a phase
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCosts:
-    """What the run's trained models cost; also what rows are balanced over ranks by."""
+    """Costs of the run's trained models, by which rows are balanced over ranks too."""
 
     actor: ModelCost
     critic: ModelCost | None
 
     @classmethod
     def of(cls, config: PPOConfig, plan: BatchPlan) -> ModelCosts:
-        """Counted from the models' configs; no memory is used for weights."""
+        """Count the costs from the models' configs; no memory is used for weights."""
         critic = config.critic.model
         return cls(
             actor=_cost_of(config.actor_rollout_ref.model),
@@ -34,14 +34,14 @@ class ModelCosts:
 
 
 class Forecast(Protocol):
-    """The memory of one device by phase, foretold."""
+    """Memory of one device by phase, foretold."""
 
     def metrics(self) -> dict[str, float]:
-        """perf/memory_forecast/<phase> in GiB."""
+        """Return perf/memory_forecast/<phase> in GiB."""
         ...
 
     def text(self) -> str:
-        """The room of a device, and what each phase takes of it; NO_ROOM where it is too little."""
+        """Describe the room of a device, and what each phase takes of it; NO_ROOM where it is too little."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Rows to ranks and back (pure): the driver cuts a struct by token cost and joins the answers in the old order."""
+"""Dispatch of rows to ranks and back (pure): the driver cuts a struct by token cost and joins the answers in order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Struct = TypeVar("Struct", bound=TensorStruct)
 def rows_per_rank(
     costs: Sequence[float], num_ranks: int, *, balance: bool, prompts: PromptsOfRows | None = None
 ) -> list[list[int]]:
-    """Row numbers for each rank: equal cost when `balance`, otherwise consecutive slices of equal count.
+    """Choose row numbers for each rank: equal cost when `balance`, otherwise consecutive slices of equal count.
 
     prompts: rows of the same prompt cost less on the same rank.
     """
@@ -33,9 +33,10 @@ def rows_per_rank(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBalance:
-    """How a role's rows are spread over its ranks.
+    """Balance of a role's rows over its ranks.
 
-    even: by cost; otherwise in consecutive slices. cost: of the role's model; None: tokens are the cost.
+    even: by cost; otherwise in consecutive slices.
+    cost: of the role's model; None: tokens are the cost.
     share_prompts: rows with the same prompt cost less on the same rank.
     """
 
@@ -44,8 +45,10 @@ class RowBalance:
     share_prompts: bool = False
 
     def shares(self, rows: Sequences, num_ranks: int, forward_only_B: Tensor | None = None) -> list[list[int]]:
-        """Row numbers for each rank. forward_only_B: rows whose backward pass the update leaves out; None: all rows
-        take the same passes."""
+        """Choose row numbers for each rank.
+
+        forward_only_B: rows whose backward pass the update leaves out; None: all rows take the same passes.
+        """
         passes_B = torch.ones(len(rows), dtype=torch.float64)
         if forward_only_B is not None:
             passes_B = torch.where(forward_only_B, 1.0, 1.0 + BACKWARD).double()
@@ -61,7 +64,7 @@ class RowBalance:
         return PromptsOfRows(numbers=apart_B.tolist(), costs=prompt_cost_B.tolist())
 
     def _forward_B(self, prompt_length_B: Tensor, response_length_B: Tensor) -> Tensor:
-        """Cost of a forward pass of each row."""
+        """Cost of the forward pass of each row."""
         if self.cost is None:
             return (prompt_length_B + response_length_B).double()
         costs = self.cost.row_costs(prompt_length_B.tolist(), response_length_B.tolist())
@@ -69,12 +72,12 @@ class RowBalance:
 
 
 def split_rows(batch: Struct, shares: Sequence[Sequence[int]]) -> list[Struct]:
-    """One struct per rank."""
+    """Split a batch into one struct per rank."""
     return [batch.select(share) for share in shares]
 
 
 def join_rows(parts: Sequence[Struct], shares: Sequence[Sequence[int]]) -> Struct:
-    """Inverse of `split_rows`: rows in their old order."""
+    """Join rows in their old order; the inverse of `split_rows`."""
     kept = [part for part, share in zip(parts, shares, strict=True) if len(share)]
     names = {tuple(part.columns()) for part in kept}
     if len(names) > 1:

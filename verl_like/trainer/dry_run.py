@@ -1,4 +1,4 @@
-"""A run without running: everything that can be known before workers exist, checked and told."""
+"""Dry run: everything that can be known before workers exist, checked and told."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ logger = logging.getLogger(__name__)
 
 
 def dry_run(config: PPOConfig) -> list[tuple[str, str]]:
-    """(name, text) of what the run would be. ConfigError for what is wrong with it; no file is written.
+    """Describe the run that this configuration would be, as (name, text). Writes no file.
 
-    The graders run as in the run itself, in their killable processes, and grade a sample of reference answers.
+    The graders run as in the run itself, in their killable processes, and grade a sample of reference answers. Raises
+    ConfigError for what is wrong with the run.
     """
     with ExitStack() as stack, input_errors():
         check_output_folders(config, make=False)
@@ -61,7 +62,7 @@ def _rows(config: PPOConfig, ready: Prepared) -> Iterator[tuple[str, str]]:
 
 
 def end_tokens_text(rollout: RolloutConfig, inputs: Inputs) -> str:
-    """What ends a response, by id and text: the model's end tokens, unless they are ignored, and the run's own."""
+    """List the tokens and texts that end a response: the model's end tokens, unless ignored, and the run's own."""
     ids = dict.fromkeys([*(() if rollout.ignore_eos else inputs.eos_ids), *rollout.stop_token_ids])
     told = (f"{i} {inputs.tokenizer.decode([i], skip_special_tokens=False)!r}" for i in ids)
     return ", ".join([*told, *map(repr, rollout.stop)]) or "none (rollout.ignore_eos=True)"
@@ -79,7 +80,7 @@ def _data(inputs: Inputs, dataset: Dataset) -> str:
 
 
 def _graded(config: PPOConfig, ready: Prepared) -> str:
-    """A sample of the rows, their reference answers against a wrong one."""
+    """Grade a sample of the rows: their reference answers against a wrong one."""
     turns = config.actor_rollout_ref.rollout.multi_turn
     if not ready.rewards.rule_grades:
         return "given by the reward model alone"

@@ -17,7 +17,10 @@ _TEMP_DIR_CHARS = 40  # what Ray adds is named by date and process, below 67 cha
 
 
 def check_output_folders(config: PPOConfig, *, make: bool = True) -> None:
-    """ValueError, naming the key, for a folder of the run's output that cannot be made or written."""
+    """Check that the folders of the run's output can be made and written.
+
+    Raises ValueError, naming the key, otherwise.
+    """
     trainer, ray = config.trainer, config.ray_init if config.trainer.launcher == "ray" else RayInitConfig()
     timeline = ray.timeline_json_file
     for key, folder in (
@@ -54,8 +57,9 @@ def profile_dir(config: PPOConfig) -> Path:
 
 
 def with_free_folder(config: PPOConfig) -> PPOConfig:
-    """The configuration with trainer.default_local_dir, and the folders below it, moved to `<folder>-2` (-3 ...) where
-    the folder holds another run's files. Folders of samples elsewhere get the same ending.
+    """Move the run's folder to `<folder>-2` (-3 ...) where it holds another run's files.
+
+    The folder is trainer.default_local_dir, with those below it; folders of samples elsewhere get the same ending.
 
     resume_mode=auto resumes from a checkpoint in the folder, else from the first of `<folder>-2`, -3 ... that has one:
     a job that is started again and again finds its own. A folder in which nothing was trained yet is taken as it is.
@@ -93,11 +97,14 @@ def _say(root: Path, folder: Path, mode: str) -> None:
 
 
 def _holds_run(root: Path) -> bool:
-    """Steps that were reported, or checkpoints. What a failed start leaves (a log, a lock) is nobody's loss."""
+    """True for steps that were reported, or checkpoints.
+
+    The rest of a failed start (a log, a lock) may be written over.
+    """
     metrics = root / "metrics.jsonl"
     return (metrics.exists() and metrics.stat().st_size > 0) or _holds_checkpoint(root)
 
 
 def _holds_checkpoint(root: Path) -> bool:
-    """Also one that is not whole: `find_resume` says what becomes of it."""
+    """True for any checkpoint, also one that is not whole: `find_resume` says what becomes of it."""
     return any(path.suffix not in (".saving", ".deleted") for path in root.glob("global_step_*"))

@@ -1,4 +1,4 @@
-"""What a run's data and model must be for each other, and what follows from both."""
+"""Checks of a run's data and model against each other, and values that follow from both."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def refuse_media(dataset: Dataset, key: str, hf_config: PretrainedConfig) -> None:
-    """ValueError for rows with images or videos that the model, or the data set's class, has no use for."""
+    """Refuse rows with images or videos that the model, or the data set's class, has no use for (ValueError)."""
     if not dataset.num_media():
         return
     if not sees(hf_config):
@@ -37,7 +37,7 @@ def refuse_media(dataset: Dataset, key: str, hf_config: PretrainedConfig) -> Non
 
 
 def refuse_media_keys(data: DataConfig, hf_config: PretrainedConfig) -> None:
-    """ValueError for columns of images or videos that were named for a model which reads text only."""
+    """Refuse columns of images or videos that were named for a model which reads text only (ValueError)."""
     for kind, column in (("image", data.image_key), ("video", data.video_key)):
         if column not in (None, DEFAULT_MEDIA_KEYS[kind]) and not sees(hf_config):
             raise ValueError(
@@ -47,7 +47,7 @@ def refuse_media_keys(data: DataConfig, hf_config: PretrainedConfig) -> None:
 
 
 def check_vision(config: PPOConfig, hf_config: PretrainedConfig) -> None:
-    """ValueError for what cannot be done with a vision-language model, before anything heavy is started."""
+    """Refuse options that a vision-language model cannot have, before anything heavy is started (ValueError)."""
     model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
     if not sees(hf_config):
         return
@@ -60,7 +60,10 @@ def check_vision(config: PPOConfig, hf_config: PretrainedConfig) -> None:
 
 
 def check_adapters(config: PPOConfig) -> None:
-    """ValueError for an adapter of model.lora_adapter_path whose tensors are not those that its model would get."""
+    """Check that the tensors of model.lora_adapter_path are those that its model would get.
+
+    Raises ValueError otherwise.
+    """
     for role in roles_of(config).values():
         if role.optim is None or role.model.lora_adapter_path is None:
             continue
@@ -71,8 +74,10 @@ def check_adapters(config: PPOConfig) -> None:
 
 
 def refuse_missing_answers(config: PPOConfig, dataset: Dataset) -> None:
-    """ValueError for a file without reference answers where built-in graders compare with them; a warning for one in
-    which some rows have none."""
+    """Refuse a file without reference answers where built-in graders compare with them (ValueError).
+
+    Warns of a file in which some rows have none.
+    """
     reward = config.reward_model
     own = config.custom_reward_function.path is not None or reward.judge.url is not None
     parts = [name for table in reward.weights.values() for name in table]
@@ -95,7 +100,7 @@ def refuse_missing_answers(config: PPOConfig, dataset: Dataset) -> None:
 
 
 def max_model_len(config: PPOConfig, hf_config: PretrainedConfig) -> int:
-    """Tokens of prompt plus response that the rollout engine must hold, checked against what the model can."""
+    """Count the tokens of prompt plus response that the rollout engine must hold, checked against the model's limit."""
     rollout = config.actor_rollout_ref.rollout
     needed = config.data.max_prompt_length + config.data.max_response_length
     length = rollout.max_model_len or needed

@@ -1,4 +1,4 @@
-"""The package as a library: what `verl_like.run` and `verl_like.build` are. docs/library.md shows them at work."""
+"""Library interface of the package: `verl_like.run` and `verl_like.build`. docs/library.md shows them at work."""
 
 from __future__ import annotations
 
@@ -16,10 +16,15 @@ from verl_like.trainer.run import fit, opened
 def run(config: PPOConfig, *, reward: Callable[..., Any] | None = None, trainer: type[PPOTrainer] | None = None) -> Run:
     """Train as `config` (of `verl_like.compose`) says, and read the run's folder: `run(config).metrics`.
 
-    reward: compute_score(data_source, solution_str, ground_truth, extra_info=None) as an object, in place of
-    custom_reward_function.path. trainer: a class derived from PPOTrainer, in place of trainer.trainer_class. A run that
-    an interrupt stopped returns too. ConfigError lists what is wrong with the inputs, RunStopped says why training
-    cannot go on.
+    A run that an interrupt stopped returns too.
+
+    Args:
+        config: the run.
+        reward: compute_score(data_source, solution_str, ground_truth, extra_info=None) as an object, in place of
+            custom_reward_function.path.
+        trainer: a class derived from PPOTrainer, in place of trainer.trainer_class.
+
+    Raises ConfigError, which lists what is wrong with the inputs, and RunStopped, which says why training cannot go on.
     """
     quiet_tokenizers()
     return read_run(fit(config, reward=reward, kind=trainer))
@@ -28,7 +33,7 @@ def run(config: PPOConfig, *, reward: Callable[..., Any] | None = None, trainer:
 def build(
     config: PPOConfig, *, reward: Callable[..., Any] | None = None, trainer: type[PPOTrainer] | None = None
 ) -> AbstractContextManager[PPOTrainer]:
-    """The trainer of a run, for a loop of your own: `start`, then `step` until `done`, then `finish`.
+    """Build the trainer of a run, for a loop of your own: `start`, then `step` until `done`, then `finish`.
 
     Its processes and its hold on the folder end with the context. Arguments and errors: see `run`.
     """

@@ -31,7 +31,7 @@ def train(config: PPOConfig) -> None:
 
 
 def quiet_tokenizers() -> None:
-    """Workers are processes: the tokenizers' own threads would only get in their way."""
+    """Switch off the tokenizers' own threads: workers are processes, and threads would only get in their way."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 

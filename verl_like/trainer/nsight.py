@@ -1,4 +1,4 @@
-"""trainer.profile_tool=nsys: the driver and its workers under Nsight Systems.
+"""Profiles by Nsight Systems of the driver and its workers: trainer.profile_tool=nsys.
 
 Workers are started under `nsys profile` by Ray and record between torch.cuda.profiler.start and stop, that is in the
 steps of trainer.profile_steps. The driver starts its own command again under `nsys profile`.
@@ -23,12 +23,12 @@ _ALREADY = "VERL_LIKE_UNDER_NSYS"
 
 
 def wants_nsight(config: PPOConfig) -> bool:
-    """Whether this run records anything with Nsight Systems."""
+    """True where this run records anything with Nsight Systems."""
     return bool(config.trainer.profile_steps) and config.trainer.profile_tool == ProfileTool.nsys
 
 
 def check_nsight(config: PPOConfig, device: str) -> None:
-    """ValueError where Nsight Systems is asked for and cannot record."""
+    """Check that Nsight Systems, where it is asked for, can record; raises ValueError otherwise."""
     if not wants_nsight(config):
         return
     if device != "cuda" or config.trainer.launcher == Launcher.local:
@@ -44,7 +44,7 @@ def check_nsight(config: PPOConfig, device: str) -> None:
 
 
 def worker_runtime_env(config: PPOConfig, folder: Path) -> dict[str, Any] | None:
-    """What Ray needs to start each worker under Nsight Systems; reports are <folder>/worker_<pid>.nsys-rep."""
+    """Options with which Ray starts each worker under Nsight Systems; reports are <folder>/worker_<pid>.nsys-rep."""
     if not wants_nsight(config):
         return None
     options = given(config.trainer.worker_nsight_options)
@@ -64,5 +64,5 @@ def restart_under_nsight(config: PPOConfig, folder: Path) -> None:
 
 
 def given(options: Mapping[str, Any]) -> dict[str, str]:
-    """The options that have a value."""
+    """Select the options that have a value."""
     return {name: str(value) for name, value in options.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Code of the user's that the configuration names: looked up and checked on the driver, before any process starts.
+"""Check of the user's own code that the configuration names, on the driver, before any process starts.
 
 Data sets, samplers and reward code are loaded and checked where they are used; all of that is before the workers too.
 """
@@ -32,7 +32,10 @@ _REWARD = "compute_score"
 
 
 def check_own_code(config: PPOConfig) -> None:
-    """ValueError, naming the key, for code that is not there, cannot be imported or cannot be called as it must."""
+    """Check that the code is there, can be imported and can be called as it must.
+
+    Raises ValueError, naming the key, otherwise.
+    """
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     ADVANTAGES.lookup(algorithm.adv_estimator)
     POLICY_LOSSES.lookup(actor.policy_loss.loss_mode)
@@ -46,7 +49,7 @@ def check_own_code(config: PPOConfig) -> None:
 
 
 def trainer_class(config: PPOConfig) -> type[PPOTrainer]:
-    """PPOTrainer, or the class derived from it that trainer.trainer_class names."""
+    """Return PPOTrainer, or the class derived from it that trainer.trainer_class names."""
     reference = config.trainer.trainer_class
     if reference is None:
         return PPOTrainer
@@ -60,7 +63,7 @@ def _trainer(found: Any, setting: str) -> type[PPOTrainer]:
 
 
 def check_given(config: PPOConfig, reward: Any, trainer: Any) -> None:
-    """ValueError for objects in place of keys (`verl_like.run`) that cannot be used, or whose key is set too."""
+    """Refuse objects in place of keys (`verl_like.run`) that cannot be used, or whose key is set too (ValueError)."""
     for given, name, key, value in (
         (reward, "reward", "custom_reward_function.path", config.custom_reward_function.path),
         (trainer, "trainer", "trainer.trainer_class", config.trainer.trainer_class),
@@ -74,11 +77,11 @@ def check_given(config: PPOConfig, reward: Any, trainer: Any) -> None:
 
 
 def with_reward(config: PPOConfig, reward: Callable[..., Any], folder: Path) -> PPOConfig:
-    """The configuration with a function as custom_reward_function.path: `folder` gets a file that holds it, pickled.
+    """Set a function as custom_reward_function.path: `folder` gets a file that holds it, pickled.
 
     So it runs where reward files do, in processes that are killed at their time limit, and a later start, `verl-like
     eval` for instance, finds it too. What can be imported is pickled by name, what a notebook or `__main__` defines by
-    value, with what it refers to. UserCodeError for what cannot be pickled.
+    value, with what it refers to. Raises UserCodeError for what cannot be pickled.
     """
     try:
         data = base64.b85encode(cloudpickle.dumps(reward))

@@ -1,4 +1,4 @@
-"""The training loop. One class, one `fit`, for PPO, GRPO and whatever else differs only in its seams.
+"""Training loop: one class, one `fit`, for PPO, GRPO and whatever else differs only in its seams.
 
 Variants enter at four places: where batches come from (`source`), how credit is given (`make_experience`), what is
 minimised (the objectives in the workers), and where weights go (`sync_weights`). Phases are timed under verl's names.
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class PPOTrainer:
-    """Everything `fit` talks to. Built by `trainer.build`; tests may build it from parts of their own."""
+    """Trainer: everything `fit` talks to. Built by `trainer.build`; tests may build it from parts of their own."""
 
     config: PPOConfig
     plan: BatchPlan
@@ -63,14 +63,14 @@ class PPOTrainer:
     unreported: Callable[[], dict[str, float]] | None = field(default=None, init=False)  # of a finished step
 
     def fit(self) -> None:
-        """The whole run. A loop of one's own calls the same four."""
+        """Run the whole training. A loop of one's own calls the same four methods."""
         self.start()
         while not self.done():
             self.step()
         self.finish()
 
     def start(self) -> None:
-        """Take up the checkpoint, if there is one; weights into the rollout engine; the validation before training."""
+        """Load the checkpoint, if there is one; sync weights to the rollout engine; validate before training."""
         self.checkpoints.restore(self)
         self.first_step = self.state.step
         with start_phase("first weight sync and its proof"):
@@ -79,7 +79,10 @@ class PPOTrainer:
         self.validate_before_training()
 
     def step(self) -> dict[str, float]:
-        """Generate -> score -> evaluate -> credit -> update -> sync. Data only moves downwards. The step's metrics."""
+        """Generate -> score -> evaluate -> credit -> update -> sync. Data only moves downwards.
+
+        Returns the step's metrics.
+        """
         with self.checkpoints.saved_on_error(self):
             step, clock = self.begin_step()
             with self.profiled(step), clock("step"):
@@ -120,21 +123,21 @@ class PPOTrainer:
             return reported
 
     def done(self) -> bool:
-        """All steps are made, only validation was asked for, or the user asked to stop."""
+        """True when all steps are made, only validation was asked for, or the user asked to stop."""
         ended = self.stop.requested or self.checkpoints.best.stays_away() or self.state.step >= self.total_steps
         return self.config.trainer.val_only or ended
 
     def begin_step(self) -> tuple[int, StepClock]:
-        """Number of the step that begins, counted from 1, and its clock."""
+        """Begin a step: return its number, counted from 1, and its clock."""
         self.clock = self.report.clock()
         return self.state.step + 1, self.clock
 
     def profiled(self, step: int) -> AbstractContextManager[None]:
-        """Records the steps of trainer.profile_steps in the workers."""
+        """Record the steps of trainer.profile_steps in the workers."""
         return self.pools.profiled(step) if step in (self.config.trainer.profile_steps or ()) else nullcontext()
 
     def evaluate(self, rollouts: Rollouts) -> Evaluated:
-        """Only the passes that this run's configuration needs."""
+        """Run the forward passes that this run's configuration needs, and no others."""
         old = reference = values = None
         if self.plan.old_log_probs == "recompute":
             with self.clock("old_log_prob"):
@@ -161,7 +164,7 @@ class PPOTrainer:
     def make_experience(
         self, rollouts: Rollouts, scores: Scores, evaluated: Evaluated
     ) -> tuple[Experience, dict[str, float]]:
-        """Rewards and advantages: pure, on the driver, where the whole batch is."""
+        """Compute rewards and advantages: pure, on the driver, where the whole batch is."""
         config, moments = self.config, self.state.reward_moments
         longest = config.data.max_response_length
         shaped = shape_rewards(config.algorithm, config.reward_model, rollouts, scores, moments, longest)
@@ -181,8 +184,10 @@ class PPOTrainer:
     def keep_samples(
         self, step: int, rollouts: Rollouts, scores: Scores, evaluated: Evaluated, experience: Experience
     ) -> None:
-        """A few responses for people (trainer.sample_freq), with what the model says of them before the update; and the
-        whole step for `verl-like replay` (trainer.record_freq)."""
+        """Write a few responses for people (trainer.sample_freq), with what the model says of them before the update.
+
+        The whole step is written for `verl-like replay` (trainer.record_freq).
+        """
         if self.recorder is not None:
             stages = {"rollouts": rollouts, "scores": scores, "evaluated": evaluated, "experience": experience}
             facts = {"step": step, "seed": self.config.trainer.seed, "kl_coef": self.state.kl_coef}
@@ -198,18 +203,18 @@ class PPOTrainer:
             self.report.keep(step, kept, scores.select(list(rows)), known, experience, list(rows.values()))
 
     def update_actor(self, experience: Experience, step: int) -> dict[str, float]:
-        """All of this step's optimizer steps of the actor."""
+        """Take all of this step's optimizer steps of the actor."""
         rules = self.update_rules(self.config.actor_rollout_ref.actor)
         return finish_mismatch(_prefixed("actor", self.actor.update(experience, rules, step)))
 
     def update_critic(self, experience: Experience, step: int) -> dict[str, float]:
-        """All of this step's optimizer steps of the critic."""
+        """Take all of this step's optimizer steps of the critic."""
         assert self.critic is not None
         rules = self.update_rules(self.config.critic)
         return _prefixed("critic", self.critic.update(experience, rules, step))
 
     def update_rules(self, role: ActorConfig | CriticConfig) -> UpdateRules:
-        """How actor or critic walks over the experience."""
+        """Rules by which actor or critic walks over the experience."""
         return UpdateRules(
             prompts_per_mini_batch=role.ppo_mini_batch_size,
             epochs=role.ppo_epochs,
@@ -220,7 +225,7 @@ class PPOTrainer:
         )
 
     def sync_weights(self) -> dict[str, float]:
-        """Trained weights into the rollout engine, proved; a failed proof raises and stops the run."""
+        """Sync trained weights to the rollout engine, proved; a failed proof raises and stops the run."""
         sync = self.weights.sync(self.state.weight_version)
         self.source.weights_changed(self.state.weight_version)
         if sync is None:
@@ -233,7 +238,7 @@ class PPOTrainer:
         return metrics
 
     def save_if_due(self) -> None:
-        """Every trainer.save_freq steps, and after the last one; complete once the step is reported."""
+        """Write a checkpoint every trainer.save_freq steps, and after the last; complete once the step is reported."""
         if self._due(self.config.trainer.save_freq):
             with self.clock("save_checkpoint"):
                 self.checkpoints.write(self)
@@ -244,28 +249,28 @@ class PPOTrainer:
         return {} if report is None else report()
 
     def validate_before_training(self) -> None:
-        """trainer.val_before_train; also what a run with trainer.val_only consists of."""
+        """Validate before the first step (trainer.val_before_train); a run with trainer.val_only consists of this."""
         trainer = self.config.trainer
         if (trainer.val_before_train or trainer.val_only) and (metrics := self.validate()):  # none without a set
             self.report.validation(self.state.step, metrics)
             self.checkpoints.validated(self, metrics)
 
     def validate_if_due(self) -> dict[str, float]:
-        """Every trainer.test_freq steps, and after the last one."""
+        """Validate every trainer.test_freq steps, and after the last one."""
         return self.validate() if self._due(self.config.trainer.test_freq) else {}
 
     def validate(self) -> dict[str, float]:
-        """Metrics of the whole validation set under the weights that the rollout engine holds."""
+        """Compute metrics of the whole validation set under the weights that the rollout engine holds."""
         with self.clock("testing"):
             return self.validator.run(self.source, self.state.step)
 
     def _due(self, every: int | None) -> bool:
-        """every: None means after the last step alone, -1 never."""
+        """True on every `every`-th step; None means after the last step alone, -1 never."""
         step = self.state.step
         return every != -1 and (step == self.total_steps or (every is not None and step % every == 0))
 
     def finish(self) -> None:
-        """A run that ends before its last step, interrupted or by a loop of one's own, saves what is not saved yet."""
+        """Save what is not saved yet of a run that ends before its last step, interrupted or by a loop of one's own."""
         if self.stop.requested:
             logger.warning("stopping after step %d, as asked", self.state.step)
         if self.checkpoints.best.stays_away():
@@ -280,7 +285,7 @@ class PPOTrainer:
         self.checkpoints.finish()
 
     def stop_when_unhealthy(self) -> None:
-        """Unhealthy where a rule with trainer.health.<rule>=stop speaks about this step."""
+        """Raise Unhealthy where a rule with trainer.health.<rule>=stop speaks about this step."""
         verdict = self.report.health.stopping
         if verdict is None:
             return
@@ -296,7 +301,7 @@ class PPOTrainer:
         )
 
     def stop_when_nothing_is_learnt(self) -> None:
-        """RunStopped after trainer.max_skipped_updates optimizer steps in a row whose gradient was not finite."""
+        """Raise RunStopped after trainer.max_skipped_updates optimizer steps in a row whose gradient was not finite."""
         limit = self.config.trainer.max_skipped_updates
         for role, group in (("actor", self.actor), ("critic", self.critic)):
             if group is not None and 0 < limit <= group.num_skipped_in_a_row:
@@ -309,5 +314,5 @@ class PPOTrainer:
 
 
 def _prefixed(role: str, metrics: dict[str, float]) -> dict[str, float]:
-    """Metrics of one role; a name that has a family of its own (training/..., perf/...) keeps it."""
+    """Prefix the metrics of one role; a name that has a family of its own (training/..., perf/...) keeps it."""
     return {name if "/" in name else f"{role}/{name}": value for name, value in metrics.items()}

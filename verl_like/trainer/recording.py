@@ -1,4 +1,4 @@
-"""What a step consisted of, kept on disk: for `verl-like replay` and `bisect`, and as a source of batches.
+"""Recording of steps on disk: for `verl-like replay` and `bisect`, and as a source of batches.
 
 <folder>/step_<n>.safetensors     every column of every stage, as "rollouts.response_ids_T"; what is no tensor, the
                                   seed and the checksums of the weights that the step began with: JSON in its header
@@ -35,13 +35,17 @@ _OBJECTS: dict[str, Callable[..., Any]] = {"rows": PromptRow, "failures": Reward
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """One step. columns: by "stage.name", in the order of the stages. facts: seed, version and weights, by role."""
+    """Recorded step.
+
+    columns: by "stage.name", in the order of the stages.
+    facts: seed, version and weights, by role.
+    """
 
     columns: dict[str, Any]
     facts: dict[str, Any]
 
     def stage(self, name: str, kind: type[Any]) -> Any:
-        """The struct again."""
+        """Restore the struct of a stage."""
         found = {key.partition(".")[2]: value for key, value in self.columns.items() if key.startswith(f"{name}.")}
         for column, made in _OBJECTS.items():
             if column in found:
@@ -57,18 +61,18 @@ class Recorded:
 
 
 def step_file(folder: Path, step: int) -> Path:
-    """Of this step."""
+    """Path of a step's file."""
     return folder / f"step_{step}.safetensors"
 
 
 def recorded_steps(folder: Path) -> list[int]:
-    """Those that the folder holds, in order."""
+    """Steps that the folder holds, in order."""
     found = (re.fullmatch(r"step_(0|[1-9][0-9]{0,17})\.safetensors", path.name) for path in folder.glob("step_*"))
     return sorted(int(match[1]) for match in found if match)
 
 
 def write_step(file: Path, stages: Stages, facts: dict[str, Any]) -> None:
-    """All columns; the file is there when it is whole."""
+    """Write all columns of a step; the file is there when it is whole."""
     columns = {f"{name}.{key}": value for name, stage in stages.items() for key, value in stage.columns().items()}
     tensors = {key: value.detach().cpu().clone() for key, value in columns.items() if isinstance(value, torch.Tensor)}
     others = {key: value for key, value in columns.items() if key not in tensors}
@@ -80,7 +84,7 @@ def write_step(file: Path, stages: Stages, facts: dict[str, Any]) -> None:
 
 
 def read_step(file: Path) -> Recorded:
-    """ConfigError where it is not there, or is none."""
+    """Read a recorded step. Raises ConfigError where the file is not there, or is none."""
     try:
         with safe_open(file, framework="pt") as opened:
             header = json.loads(opened.metadata()["step"])
@@ -98,15 +102,17 @@ def _plain(value: Any) -> Any:
 
 
 class Recorder:
-    """Writes each trainer.record_freq-th step of a run, and each that skip_rollout did not find, with
-    the checksums of the weights that the update of `roles` begins with."""
+    """Recorder of each trainer.record_freq-th step of a run, and of each that skip_rollout did not find.
+
+    Written with a step are the checksums of the weights that the update of `roles` begins with.
+    """
 
     def __init__(self, config: PPOConfig, roles: Sequence[RoleHandle]) -> None:
         self._every, self._own, self._roles = config.trainer.record_freq, log_dir(config) / "recorded", roles
         self._dump = dump_dir(config) if config.actor_rollout_ref.rollout.skip_rollout else None
 
     def keep(self, step: int, stages: Stages, facts: dict[str, Any]) -> None:
-        """Of this step, before its update."""
+        """Write a step, before its update, where it is due."""
         files = [step_file(self._own, step)] if self._every > 0 and step % self._every == 0 else []
         if self._dump is not None and not step_file(self._dump, step).exists():
             files.append(step_file(self._dump, step))
@@ -117,16 +123,16 @@ class Recorder:
 
 
 def dump_dir(config: PPOConfig) -> Path:
-    """Where skip_rollout looks."""
+    """Folder in which skip_rollout looks for steps."""
     named = config.actor_rollout_ref.rollout.skip_dump_dir
     return log_dir(config) / "recorded" if named is None else Path(named).expanduser()
 
 
 class RecordedSource(Collector):
-    """Batches as an earlier run has recorded them, with their scores; steps that are not there are sampled."""
+    """Source of batches that an earlier run has recorded, with their scores; steps that are not there are sampled."""
 
     def next_batch(self, step: int) -> tuple[Rollouts, PendingBatch]:
-        """See Collector. ConfigError for a step that is not there, where nothing can sample it."""
+        """Return the next batch; see Collector. Raises ConfigError for a missing step where nothing can sample it."""
         file, policy = step_file(dump_dir(self.config), step), self.config.actor_rollout_ref.rollout
         if not file.exists() and policy.name != "recorded":
             return super().next_batch(step)

@@ -21,23 +21,26 @@ _AGAIN_S, _LONGEST_S = 30.0, 600.0  # until another start is tried, after one th
 
 
 class Starting(WorkerGroup, Protocol):
-    """A group whose workers may still be built."""
+    """Worker group whose workers may still be built."""
 
     def started(self) -> bool:
-        """Whether `wait_started` would return or raise at once."""
+        """True where `wait_started` would return or raise at once."""
         ...
 
     def wait_started(self) -> None: ...
 
 
 class ReplicaLost(WorkerError):
-    """A replica is gone during a call; the others have made it, and go on."""
+    """Error of a replica that is gone during a call; the others have made it, and go on."""
 
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """One group. number: of all that were ever started. close: stop it, and give back its devices; may be called
-    twice."""
+    """Worker group of one replica.
+
+    number: of all that were ever started.
+    close: stops it, and gives back its devices; may be called twice.
+    """
 
     number: int
     group: Starting
@@ -45,10 +48,11 @@ class Replica:
 
 
 class Fleet:
-    """A WorkerGroup over one group for each replica. start(number): begins a replica, and returns before it is built;
-    numbers are those of all that were ever started.
+    """WorkerGroup over one group for each replica.
 
     Calls go to the replicas that are there; arguments and results are those of all their ranks, in this order.
+
+    start(number): begins a replica, and returns before it is built; numbers are those of all that were ever started.
     watch: the watchdog's look, which ends groups that do not get on.
     """
 
@@ -62,18 +66,21 @@ class Fleet:
 
     @property
     def world_size(self) -> int:
-        """Ranks that are there."""
+        """Number of ranks that are there."""
         return sum(replica.group.world_size for replica in self.replicas)
 
     def wait_started(self) -> None:
-        """Return when all workers are built; what fails is raised."""
+        """Wait until all workers are built; raises the error of one that fails."""
         for replica in self.replicas:
             replica.group.wait_started()
 
     def call(
         self, method: str, per_rank: Sequence[tuple[Any, ...]], kwargs: Mapping[str, Any] | None = None
     ) -> FleetPending:
-        """See WorkerGroup. Its `wait` raises ReplicaLost where others are left."""
+        """Call a method on every rank; see WorkerGroup.
+
+        The result's `wait` raises ReplicaLost where others are left.
+        """
         parts: list[tuple[Replica, PendingResult]] = []
         place = 0
         for replica in list(self.replicas):
@@ -86,11 +93,11 @@ class Fleet:
         return FleetPending(self, parts)
 
     def call_all(self, method: str, *args: Any, **kwargs: Any) -> FleetPending:
-        """See WorkerGroup."""
+        """Call a method with the same arguments on every rank; see WorkerGroup."""
         return self.call(method, [args] * self.world_size, kwargs)
 
     def lose(self, replica: Replica, error: WorkerError) -> None:
-        """It is gone: leave it out. Raises `error` where it was the last."""
+        """Leave a replica out that is gone. Raises `error` where it was the last."""
         if replica not in self.replicas:
             return
         self.replicas.remove(replica)
@@ -112,7 +119,7 @@ class Fleet:
                 self._failed(error)
 
     def newcomers(self) -> list[Replica]:
-        """Replacements that are built since the last call, and belong to the fleet from now on."""
+        """Return replacements that are built since the last call, and belong to the fleet from now on."""
         ready = [replica for replica in self._coming if replica.group.started()]
         self._coming = [replica for replica in self._coming if replica not in ready]
         joined = []
@@ -130,7 +137,7 @@ class Fleet:
         return joined
 
     def shutdown(self) -> None:
-        """See WorkerGroup."""
+        """Stop all replicas; see WorkerGroup."""
         for replica in [*self.replicas, *self._coming]:
             replica.close()
 
@@ -152,12 +159,14 @@ class FleetPending:
         self._fleet, self._parts = fleet, parts
 
     def done(self) -> bool:
-        """Whether `wait` would return or raise at once."""
+        """True where `wait` would return or raise at once."""
         return all(part.done() for _, part in self._parts)
 
     def look(self) -> None:
-        """Leave out replicas that have failed or hang, of a call that none should have ended. Raises the error of the
-        last."""
+        """Leave out replicas that have failed or hang, of a call that none should have ended.
+
+        Raises the last one's error.
+        """
         self._fleet.watch()
         for replica, part in self._parts:
             if replica in self._fleet.replicas and part.done():
@@ -167,8 +176,11 @@ class FleetPending:
                     self._fleet.lose(replica, error)
 
     def wait(self, timeout: float | None = None) -> list[Any]:
-        """One result for each rank. ReplicaLost, with the first error, when some replica fails and others are left;
-        the error itself when none is."""
+        """Wait for one result from each rank.
+
+        Raises ReplicaLost, with the first error, when some replica fails and others are left; the error itself when
+        none is.
+        """
         values: list[Any] = []
         first: WorkerError | None = None
         for replica, part in self._parts:

@@ -1,4 +1,4 @@
-"""The driver's way to the rollout replicas of a pool: a link to each, one client over all, and the actor's weights."""
+"""Connection of the driver to a pool's rollout replicas: a link to each, one client over all, the actor's weights."""
 
 from __future__ import annotations
 
@@ -40,8 +40,14 @@ class Replicas:
     def open(
         cls, ways: Sequence[tuple[tuple[str, int], bytes] | None], ranks_each: int, most: int | None, by_rounds: bool
     ) -> Replicas:
-        """Connect to the first rank of every replica. ways: of each rank, what `open_link` gave. most: requests that
-        run in each (None: all). by_rounds: nothing is left over from one call of `sample` to the next."""
+        """Connect to the first rank of every replica.
+
+        Args:
+            ways: of each rank, what `open_link` gave.
+            ranks_each: ranks of a replica.
+            most: requests that run in each; None: all.
+            by_rounds: nothing is left over from one call of `sample` to the next.
+        """
         links: list[SocketLink] = []
         try:
             for rank, way in enumerate(ways):
@@ -59,13 +65,13 @@ class Replicas:
         return cls(links=links, router=router, ranks_each=ranks_each)
 
     def release(self) -> list[tuple[int]]:
-        """Send what is held; for each rank of the group, the argument of its call of `serve`."""
+        """Send the requests that are held; return, for each rank of the group, the argument of its call of `serve`."""
         self.router.release()
         return [(link.num_orders,) for link in self.links for _ in range(self.ranks_each)]
 
 
 class SamplingClient:
-    """A router's client that can be closed without it: then it aborts all, and refuses what its owner still submits."""
+    """Client of a router that can be closed alone: it then aborts all, and refuses what its owner still submits."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -75,23 +81,24 @@ class SamplingClient:
         self.occupancy = router.occupancy
 
     def submit(self, request: GenerationRequest) -> Future[Completion]:
-        """See RolloutClient."""
+        """Queue one request; see RolloutClient."""
         with self._lock:
             if self._closed:
                 raise RolloutError(f"request {request.request_id}: the work it belongs to has failed")
             return self._router.submit(request)
 
     def close(self) -> None:
-        """End what is pending by aborting it."""
+        """Close the client: abort its pending requests."""
         with self._lock:
             self._closed = True
         self._router.abort()
 
 
 class RolloutGroup:
-    """The rollout engines of a pool.
+    """Rollout engines of a pool.
 
-    max_running_requests: in each replica; None: all. has_weights: whether the engines hold the actor's weights.
+    max_running_requests: in each replica; None: all.
+    has_weights: tells whether the engines hold the actor's weights.
     """
 
     def __init__(
@@ -109,7 +116,7 @@ class RolloutGroup:
         self._replicas: Replicas | None = None  # from the first call of `sample` on
 
     def sample(self, work: Callable[[RolloutClient], Future[T]]) -> T:
-        """Let the replicas sample until the future that `work` returns is done; its result.
+        """Let the replicas sample until the future that `work` returns is done; return its result.
 
         work(client): submits what is to begin together, and returns; more may be submitted later, from any thread. If
         it fails, all that is pending is aborted, its client refuses from then on, and its error is raised. What is
@@ -144,13 +151,13 @@ class RolloutGroup:
         return future.result()
 
     def paused(self) -> AbstractContextManager[None]:
-        """Inside, the processes can be called: between two calls of `sample` they always can."""
+        """Allow calls of the processes inside: between two calls of `sample` they always can be called."""
         return nullcontext()
 
     renewed = paused
 
     def close(self) -> None:
-        """Cut the links; what is pending fails."""
+        """Cut the links; pending requests fail."""
         replicas, self._replicas = self._replicas, None
         if replicas is not None:
             replicas.router.close()
@@ -166,10 +173,10 @@ class RolloutGroup:
 
 
 class StandingRolloutGroup:
-    """The rollout engines of a pool that does nothing else: open from the first call of `sample` on, but for `paused`.
+    """Rollout engines of a pool that does nothing else: open from the first call of `sample` on, but for `paused`.
 
-    What a call leaves pending goes on after it, while the policy trains. A replica that is lost is left out: what it
-    had goes on elsewhere from the tokens that were told last; another joins with the next weights.
+    Requests that a call leaves pending go on after it, while the policy trains. A replica that is lost is left out: its
+    requests go on elsewhere from the tokens that were told last; another joins with the next weights.
     """
 
     def __init__(
@@ -187,9 +194,9 @@ class StandingRolloutGroup:
         self._serving: FleetPending | None = None
 
     def sample(self, work: Callable[[RolloutClient], Future[T]]) -> T:
-        """The result of the future that `work` returns; see RolloutGroup.
+        """Return the result of the future that `work` returns; see RolloutGroup.
 
-        WorkerError when the last replica is lost, and after `timeout_s`.
+        Raises WorkerError when the last replica is lost, and after `timeout_s`.
         """
         if not self._has_weights():
             raise RuntimeError("the actor has changed since the last weight sync: sync before sampling")
@@ -203,7 +210,7 @@ class StandingRolloutGroup:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Between two steps of every engine; what is under way stays there."""
+        """Pause every engine between two steps; requests under way stay there."""
         was_open = self._serving is not None
         self._pause(self.timeout_s)
         yield
@@ -212,14 +219,13 @@ class StandingRolloutGroup:
 
     @contextmanager
     def renewed(self) -> Iterator[None]:
-        """Paused, to be given weights: replicas that were started in place of lost ones are in the fleet from now
-        on."""
+        """Pause for new weights: replicas started in place of lost ones are in the fleet from now on."""
         with self.paused():
             self._fleet.newcomers()
             yield
 
     def close(self) -> None:
-        """Pause, and cut the links; what is pending fails."""
+        """Pause, and cut the links; pending requests fail."""
         try:
             self._pause(min(_PARTING_S, self.timeout_s))
         except (RolloutError, WorkerError) as error:
@@ -263,7 +269,7 @@ class StandingRolloutGroup:
                     self._fleet.lose(replica, WorkerError(str(error), rank=0, method="rollout.serve"))
 
     def _result(self, future: Future[T]) -> T:
-        """When it is there."""
+        """Wait for the future's result. Raises WorkerTimeout after `timeout_s`."""
         end = time.monotonic() + self.timeout_s
         while time.monotonic() < end:
             self._look()
@@ -283,7 +289,9 @@ class StandingRolloutGroup:
 
     def _look(self) -> None:
         """Notice replicas that are gone, and have others started, which may take seconds: the others sample meanwhile.
-        Raises the error of the last one."""
+
+        Raises the error of the last one.
+        """
         if self._serving is not None:
             self._serving.look()
             self._fleet.refill()

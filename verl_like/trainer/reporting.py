@@ -1,4 +1,4 @@
-"""What a run tells the world: one place that feeds trackers, the live display, the sample files and the report."""
+"""Reporting of a run: one place that feeds trackers, the live display, the sample files and the report."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ _ROWS_OF_A_VALIDATION_PROMPT = 2
 
 
 class RunReport(Protocol):
-    """A document about the run, kept up to date while it goes on (kit/report)."""
+    """Document about the run, kept up to date while it goes on (kit/report)."""
 
     def step_finished(self, step: int) -> None:
-        """Begin a new one where it is due."""
+        """Begin a new document where it is due."""
 
     def finish(self) -> None:
-        """Write the last one and wait for it."""
+        """Write the last document and wait for it."""
 
 
 class Reporter:
-    """Turns a finished step into metrics under verl's names and hands them to everybody who listens."""
+    """Reporter of finished steps: metrics under verl's names, handed to everybody who listens."""
 
     def __init__(
         self,
@@ -90,13 +90,16 @@ class Reporter:
         self.max_prompt_length = max_prompt_length
 
     def clock(self) -> StepClock:
-        """A fresh clock for one step, watched by the live display."""
+        """Start a fresh clock for one step, watched by the live display."""
         return StepClock(self.progress)
 
     def step(
         self, step: int, rollouts: Rollouts, scores: Scores, metrics: Mapping[str, float], clock: StepClock
     ) -> dict[str, float]:
-        """Log one finished step, and write its samples where trainer.rollout_data_dir asks for it. All its metrics."""
+        """Log one finished step, and write its samples where trainer.rollout_data_dir asks for it.
+
+        Returns all metrics of the step.
+        """
         num_tokens = rollouts.num_tokens_B()
         shares = self.spread.shares(rollouts, self.plan.roles[ACTOR].data_parallel_size)
         everything = {
@@ -134,7 +137,7 @@ class Reporter:
         return everything
 
     def rows_to_keep(self, step: int, rollouts: Rollouts, scores: Scores) -> dict[int, str]:
-        """Rows of this step's few responses for people, with why they were chosen; {} where it keeps none."""
+        """Choose rows of this step for people, with why they were chosen; {} where it keeps none."""
         every, shown = self.trainer.sample_freq, self.trainer.console_samples > 0 and step == self.first_step
         if not shown and not (every > 0 and (step % every == 0 or step <= _EVERY_STEP_UNTIL)):
             return {}
@@ -160,7 +163,7 @@ class Reporter:
             self._store("train", step, samples)
 
     def _staleness(self, rollouts: Rollouts) -> dict[str, float]:
-        """How many versions the oldest sampled token lies behind the newest weights that any token was sampled by."""
+        """Staleness: versions between the oldest sampled token and the newest weights that any token was sampled by."""
         versions_T = rollouts.weight_version_T[rollouts.response_mask_T]
         if not len(versions_T):
             return {}
@@ -168,7 +171,7 @@ class Reporter:
         return {"training/weight_staleness": float(self.newest_version - int(versions_T.min()))}
 
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Metrics of a validation outside a step (before training, or trainer.val_only)."""
+        """Log metrics of a validation outside a step (before training, or trainer.val_only)."""
         self._log(step, metrics)
         self.progress.step_finished(step, metrics)
 
@@ -196,7 +199,7 @@ class Reporter:
             self.trackers.log_samples(step, pick_samples(samples, wanted))
 
     def _few_of_each_prompt(self, step: int, batches: Sequence[tuple[Rollouts, Scores]]) -> list[Sample]:
-        """Answers to the validation prompts that are kept, the same ones each time."""
+        """Choose answers to the validation prompts that are kept, the same ones each time."""
         rows = pick_rows([rollouts.rows for rollouts, _ in batches], _VALIDATION_PROMPTS, _ROWS_OF_A_VALIDATION_PROMPT)
         samples: list[Sample] = []
         for (rollouts, scores), chosen in zip(batches, rows, strict=True):
@@ -232,7 +235,7 @@ class Reporter:
 
 @contextmanager
 def writing(key: str, folder: str | Path) -> Iterator[None]:
-    """What goes wrong with the run's own files inside ends the run with a message that names their key."""
+    """Turn an error of the run's own files inside into RunStopped, with a message that names their key."""
     try:
         yield
     except OSError as error:
@@ -241,7 +244,10 @@ def writing(key: str, folder: str | Path) -> Iterator[None]:
 
 
 def by_validation_set(samples: Sequence[Sample], rows: Sequence[PromptRow]) -> dict[str, list[Sample]]:
-    """Folder name -> the samples of one validation set or data source; empty if there is one unnamed source only."""
+    """Group samples by validation set or data source: folder name -> samples.
+
+    Empty if there is one unnamed source only.
+    """
     names = report_names(rows)
     if len(names) < 2 and not any(name for name, _ in names):
         return {}

@@ -1,4 +1,4 @@
-"""What a run takes up again: found, checked and compared with the present configuration before any process starts."""
+"""Resume of a run: its checkpoint is found, checked and compared with the configuration before any process starts."""
 
 from __future__ import annotations
 
@@ -35,9 +35,11 @@ _AFRESH = "or start afresh: trainer.resume_mode=disable, or another trainer.defa
 
 
 def fetch_resume(settings: TrainerConfig) -> None:
-    """Bring what resume_mode asks for here: a newer checkpoint of this run from trainer.default_hdfs_dir, or
-    resume_from_path's. ValueError where nothing is here and several runs' checkpoints are there, and where a fresh
-    start would write over those of an earlier run."""
+    """Fetch the checkpoint that resume_mode asks for.
+
+    It is a newer one of this run from trainer.default_hdfs_dir, or resume_from_path's. Raises ValueError where no
+    checkpoint is here and several runs' are there, and where a fresh start would write over those of an earlier run.
+    """
     root, mode = Path(settings.default_local_dir).expanduser(), str(settings.resume_mode)
     if mode == "resume_path" and is_remote(settings.resume_from_path):
         url, _, name = str(settings.resume_from_path).rstrip("/").rpartition("/")
@@ -69,7 +71,10 @@ def fetch_resume(settings: TrainerConfig) -> None:
 
 
 def _of_this_run(remote: RemoteFolder, steps: list[int], here: list[Path]) -> list[int]:
-    """Those of the remote steps whose checkpoints are of the run that the newest one here is of (`run_of`)."""
+    """Select the remote steps whose checkpoints are of the same run as the newest one here (`run_of`).
+
+    Raises ValueError where several runs' are there and none here.
+    """
     names = {step: f"global_step_{step}/{layout.STATE_FILE}" for step in steps}
     found = {
         step: parse_object(remote.read(name) or "{}", f"{remote.key}={remote.url}/{name}").get("run")
@@ -95,21 +100,24 @@ def _of_this_run(remote: RemoteFolder, steps: list[int], here: list[Path]) -> li
 
 
 def run_of(resume: Path | None, settings: TrainerConfig) -> str:
-    """What the checkpoints of one run have in common, kept when it is resumed; a new name for a fresh start, and for
-    one from trainer.resume_from_path, which leaves what came after that step behind."""
+    """Name of the run, which its checkpoints have in common and a resumed run keeps.
+
+    A fresh start gets a new one, and so does a run from trainer.resume_from_path, which leaves the steps behind that
+    came after that one.
+    """
     branches = settings.resume_mode == "resume_path" and resume == fetched_path(settings).expanduser()
     saved = None if resume is None or branches else layout.read_trainer_state(resume).get("run")
     return new_run_id() if saved is None else saved
 
 
 def of_verl(settings: TrainerConfig) -> bool:
-    """Whether the run begins with a checkpoint that verl wrote."""
+    """True where the run begins with a checkpoint that verl wrote."""
     named = settings.resume_from_path if settings.resume_mode == "resume_path" else None
     return named is not None and not is_remote(named) and part("checkpoint", "is_verls")(Path(named).expanduser())
 
 
 def fetched_path(settings: TrainerConfig) -> Path:
-    """Where resume_from_path lies on this machine; of a URL, and of verl's, in a folder below default_local_dir."""
+    """Path of resume_from_path on this machine; for a URL, and for verl's, a folder below default_local_dir."""
     path = str(settings.resume_from_path)
     if not is_remote(path) and not of_verl(settings):
         return Path(path)
@@ -117,11 +125,14 @@ def fetched_path(settings: TrainerConfig) -> Path:
 
 
 def find_resume(config: PPOConfig, *, newest: bool = False) -> Path | None:
-    """The checkpoint that trainer.resume_mode asks for, its files compared with their checksums; None: a fresh start.
+    """Find the checkpoint that trainer.resume_mode asks for, and check its files; None: a fresh start.
 
-    newest: rather the newest of this run's folder, if there is one. Says which keys changed since it was saved.
-    ValueError when it cannot be found, is damaged, or does not fit. Changes nothing: what a killed run left half done
-    is `recover`'s, before.
+    Files are compared with their checksums. Logs which keys changed since it was saved. Changes nothing: what a killed
+    run left half done is `recover`'s, before.
+
+    newest: rather the newest of this run's folder, if there is one.
+
+    Raises ValueError when the checkpoint cannot be found, is damaged, or does not fit.
     """
     settings = config.trainer
     root = Path(settings.default_local_dir).expanduser()
@@ -146,7 +157,7 @@ def find_resume(config: PPOConfig, *, newest: bool = False) -> Path | None:
 
 
 def processes_text(path: Path, processes: int) -> str:
-    """What a checkpoint of another number of processes means for the run; "" where it is the same number."""
+    """Describe a resume on another number of processes; "" where it is the same number."""
     then = len(list((path / layout.ACTOR / "extra").glob("rank_*.pt")))
     if then in (0, processes):
         return ""
@@ -158,7 +169,7 @@ def processes_text(path: Path, processes: int) -> str:
 
 
 def misfits(path: Path, saved: dict[str, Any], config: PPOConfig) -> list[str]:
-    """Why a checkpoint cannot be loaded into the models of this configuration: key, value and fix of each reason."""
+    """List why a checkpoint does not fit the models of this configuration: key, value and fix of each reason."""
     problems = []
     if layout.CRITIC in roles_of(config) and not (path / layout.CRITIC).is_dir():
         problems.append(
@@ -193,7 +204,7 @@ def _role_misfits(path: Path, role: RoleConfig, saved: dict[str, Any]) -> Iterat
 
 
 def _lora_misfits(path: Path, role: RoleConfig, saved: dict[str, Any]) -> list[str]:
-    """Adapters that were added, removed or are shaped otherwise; their rank is in the adapter's own file."""
+    """List adapters that were added, removed or have another shape; their rank is in the adapter's own file."""
     adapter, rank = path / role.name / "adapter" / "adapter_config.json", role.model.lora_rank
     then = read_object(adapter, {"r": int})["r"] if adapter.exists() else 0
     if then != rank:
@@ -210,7 +221,7 @@ def _lora_misfits(path: Path, role: RoleConfig, saved: dict[str, Any]) -> list[s
 
 
 def changed_keys(saved: dict[str, Any], config: PPOConfig) -> list[str]:
-    """A line `key: then -> now` for every key that differs; one that was not saved yet had its default."""
+    """List `key: then -> now` for every key that differs; one that was not saved yet had its default."""
     saved, now = redacted_tree(saved, exact=True), redacted_tree(to_dict(config), exact=True)
     defaults, lines = to_dict(PPOConfig()), []
     for key in keys():
@@ -221,7 +232,7 @@ def changed_keys(saved: dict[str, Any], config: PPOConfig) -> list[str]:
 
 
 def saved_config(path: Path) -> dict[str, Any]:
-    """The configuration a checkpoint was saved under; empty where an older version wrote none."""
+    """Read the configuration a checkpoint was saved under; empty where an older version wrote none."""
     file = path / CONFIG_FILE
     try:
         tree = OmegaConf.to_container(OmegaConf.create(read_yaml(file))) if file.exists() else {}
@@ -249,12 +260,12 @@ def _report(path: Path, saved: dict[str, Any], config: PPOConfig) -> None:
 
 
 def _trained(config: PPOConfig) -> list[RoleConfig]:
-    """The roles that have a folder in a checkpoint, under their names."""
+    """Roles that have a folder in a checkpoint, under their names."""
     return [role for role in roles_of(config).values() if role.optim is not None]
 
 
 def _faults(path: Path, roles: Sequence[RoleConfig]) -> list[str]:
-    """Files that are missing or damaged among those that this run reads."""
+    """List files that are missing or damaged among those that this run reads."""
     if not (path / layout.ACTOR).is_dir():
         return [f"{path / layout.ACTOR} is missing"]
     try:
@@ -268,7 +279,7 @@ def _faults(path: Path, roles: Sequence[RoleConfig]) -> list[str]:
 
 
 def _at(tree: dict[str, Any], key: str, default: Any) -> Any:
-    """The value at a dotted path, or the default where the path ends early."""
+    """Look up the value at a dotted path; the default where the path ends early."""
     value: Any = tree
     for name in key.split("."):
         if not isinstance(value, dict) or name not in value:

@@ -1,4 +1,4 @@
-"""data.self_check_rows: before training, are the reference answers themselves graded as right?
+"""Check before training that the reference answers are graded as right: data.self_check_rows.
 
 A grader that does not fit the data (a wrong data_source, answers in another form, a template that asks for one) gives
 every response 0 and a run that learns nothing. Here a few rows of each data source are answered with what the data set
@@ -32,14 +32,14 @@ _FORMS = ("{0}", "#### {0}", "\\boxed{{{0}}}", "<think> </think><answer> {0} </a
 
 
 class Scorer(Protocol):
-    """The part of RewardManager that is needed."""
+    """Part of RewardManager that is needed here."""
 
     def score(self, rollouts: Rollouts, *, step: int) -> Scores: ...
 
 
 @dataclass(slots=True)
 class SourceReport:
-    """What became of one data source's rows."""
+    """Counts of one data source's rows, by what became of their reference answers."""
 
     right: int = 0
     wrong: int = 0
@@ -49,12 +49,12 @@ class SourceReport:
 
     @property
     def broken(self) -> bool:
-        """There were reference answers, and not one was graded better than a wrong one."""
+        """True where there were reference answers, and not one was graded better than a wrong one."""
         return self.right == 0 and self.wrong + self.failed > 0
 
     @property
     def looked_at(self) -> int:
-        """Rows with a reference answer."""
+        """Number of rows with a reference answer."""
         return self.right + self.wrong + self.failed
 
 
@@ -67,7 +67,7 @@ class _Trial:
 def self_check(dataset: Dataset, rewards: Scorer, tokenizer: Any, rows_per_source: int) -> dict[str, SourceReport]:
     """Grade up to `rows_per_source` rows of each data source, and log the table.
 
-    ValueError if a data source has reference answers of which none is graded better than a wrong answer.
+    Raises ValueError if a data source has reference answers of which none is graded better than a wrong answer.
     """
     reports = grade_references(dataset, rewards, tokenizer, _chosen(dataset.domains(), rows_per_source))
     logger.info("self-check of the rewards (data.self_check_rows=%d)\n%s", rows_per_source, table(reports))
@@ -82,10 +82,10 @@ def self_check(dataset: Dataset, rewards: Scorer, tokenizer: Any, rows_per_sourc
 
 
 def grade_sample(dataset: Dataset, rewards: RewardManager, tokenizer: Any) -> dict[str, SourceReport]:
-    """What became of 64 reference answers, spread over the data sources and each one's rows; of fewer where they
-    take long. A judge, who may cost money, grades the first of each source alone.
+    """Grade 64 reference answers, spread over the data sources and each one's rows; fewer where they take long.
 
-    Logs a warning for references that are not graded better than a wrong answer. ValueError when none could be graded.
+    A judge, who may cost money, grades the first of each source alone. Logs a warning for references that are not
+    graded better than a wrong answer. Raises ValueError when none could be graded.
     """
     domains, ends_s = dataset.domains(), time.monotonic() + _SAMPLE_S
     first = _chosen(domains, 1)
@@ -108,9 +108,9 @@ def grade_references(
     rows: Sequence[int],
     reports: dict[str, SourceReport] | None = None,
 ) -> dict[str, SourceReport]:
-    """What became of the reference answers of these rows, by data source; added to `reports`.
+    """Grade the reference answers of these rows; return the counts by data source, added to `reports`.
 
-    ValueError when not one answer could be graded.
+    Raises ValueError when not one answer could be graded.
     """
     reports = {} if reports is None else reports
     trials: list[_Trial] = []
@@ -134,7 +134,7 @@ def grade_references(
 def try_out(dataset: Dataset, rewards: RewardManager) -> None:
     """Have a reward function of the user's grade the first row's reference answer, and a wrong one.
 
-    RewardFunctionError if what it returns is no reward, both times.
+    Raises RewardFunctionError if the function returns no reward, both times.
     """
     row = dataset[0][1]
     rewards.try_out(row, [*reference_answers(row)[:1], _WRONG])
@@ -151,7 +151,7 @@ def _chosen(domains: Sequence[str], rows_per_source: int) -> list[int]:
 
 
 def _spread(domains: Sequence[str], most: int) -> list[int]:
-    """Up to `most` rows, as many of each data source, from its first row to its last."""
+    """Choose up to `most` rows, as many of each data source, from its first row to its last."""
     sources: dict[str, list[int]] = {}
     for index, source in enumerate(domains):
         sources.setdefault(source, []).append(index)
@@ -160,7 +160,7 @@ def _spread(domains: Sequence[str], most: int) -> list[int]:
 
 
 def reference_answers(row: PromptRow) -> list[str]:
-    """Responses that a fitting grader takes as right: the row's own solution, and its answer in the usual forms."""
+    """List responses that a fitting grader takes as right: the row's solution, and its answer in the usual forms."""
     answers: list[str] = []
     for name in _REFERENCES:
         text = row.extra_info.get(name)
@@ -174,7 +174,7 @@ def reference_answers(row: PromptRow) -> list[str]:
 
 
 def _is_structure(truth: Any) -> bool:
-    """Whether it is JSON text of tests or the like: what is graded with, not an answer."""
+    """True for JSON text of tests or the like, which answers are graded with: it is no answer."""
     if not isinstance(truth, str) or not truth.lstrip().startswith(("{", "[{", '["')):
         return False
     try:
@@ -184,7 +184,7 @@ def _is_structure(truth: Any) -> bool:
 
 
 def _rollouts(trials: Sequence[_Trial], tokenizer: Any) -> Rollouts:
-    """The answers as if they had been sampled; log-probs and weight versions mean nothing here."""
+    """Make rollouts of the answers as if they had been sampled; log-probs and weight versions mean nothing here."""
     rows = [trial.row for trial in trials for _ in trial.texts]
     texts = [text for trial in trials for text in trial.texts]
     ids = [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
@@ -226,7 +226,7 @@ def _judge(trials: Sequence[_Trial], scores: Scores, reports: dict[str, SourceRe
 
 
 def table(reports: dict[str, SourceReport]) -> str:
-    """One line a data source."""
+    """Format the counts: one line a data source."""
     width = max([len("data source"), *(len(source) for source in reports)])
     lines = [f"{'data source':{width}}  right  wrong  failed  no reference  first row not graded as right"]
     for source, r in reports.items():

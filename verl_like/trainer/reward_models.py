@@ -1,4 +1,4 @@
-"""What the trainer has of a reward model: its check, its scores, its servers."""
+"""Reward model as the trainer uses it: its check, its scores, its servers."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ _PATH = "reward_model.model.path"
 
 
 def load_reward_model(config: PPOConfig) -> tuple[Any, Any] | None:
-    """Check the reward model, where there is one; the two tokenizers of reward_model.model.input_tokenizer, None
-    without it."""
+    """Check the reward model, where there is one.
+
+    Returns the two tokenizers of reward_model.model.input_tokenizer, None without it.
+    """
     section, key = config.reward_model, _PATH
     network, model = reward_network(section), section.model
     if generates(section, config.custom_reward_function):
@@ -47,7 +49,7 @@ def load_reward_model(config: PPOConfig) -> tuple[Any, Any] | None:
 
 
 def _end_ids(network: ModelConfig) -> tuple[int, ...]:
-    """What ends the answers of a reward model that writes text."""
+    """Ids that end the answers of a reward model that writes text."""
     tokenizer = load_tokenizer(network.path, network.trust_remote_code, _PATH)
     return end_token_ids(tokenizer, load_hf_config(network, _PATH), network.path, _PATH)
 
@@ -55,8 +57,10 @@ def _end_ids(network: ModelConfig) -> tuple[int, ...]:
 def use_reward_model(
     config: PPOConfig, plan: BatchPlan, pools: Pools, rewards: RewardManager, tokenizers: tuple[Any, Any]
 ) -> None:
-    """Let the graders know the reward model of these workers, where there is one. tokenizers: of the policy's texts,
-    and of the reward model where these differ (None: it reads the policy's tokens)."""
+    """Give the graders the reward model of these workers, where there is one.
+
+    tokenizers: of the policy's texts, and of the reward model where these differ (None: it reads the policy's tokens).
+    """
     section, timeout_s = config.reward_model, config.trainer.rpc_timeout
     if rewards.awaits_servers:
         found = pools.of(REWARD).call_all(f"{REWARD}.where").wait(timeout=timeout_s)

@@ -1,4 +1,4 @@
-"""Typed faces of a pool's models: what the loop says, turned into one call on every rank.
+"""Typed faces of a pool's models: a call of the loop becomes one call on every rank.
 
 Each method splits its struct over the data-parallel ranks, calls, waits and joins. Nothing here knows Ray.
 """
@@ -28,7 +28,7 @@ Minibatches = list[tuple[Experience, Denominators]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateRules:
-    """How one role's update walks over the experience."""
+    """Rules by which one role's update walks over the experience."""
 
     prompts_per_mini_batch: int
     epochs: int
@@ -39,7 +39,7 @@ class UpdateRules:
 
 
 class RoleHandle:
-    """One role of a worker group, with the driver's habits: balance rows, wait with a limit, join in order."""
+    """Role of a worker group, with the driver's habits: balance rows, wait with a limit, join in order."""
 
     role: str  # its name in the plan, and in the calls "role.method"
 
@@ -53,8 +53,15 @@ class RoleHandle:
         cost: ModelCost | None = None,
         share_prompts: bool = False,
     ) -> None:
-        """group: the processes of the role's pool. cost: of the role's model, by which rows are balanced; None: by
-        tokens. share_prompts: rows with the same prompt cost less on the same rank.
+        """Take the role of a worker group.
+
+        Args:
+            group: the processes of the role's pool.
+            plan: batch plan of the run.
+            balance: balance rows over the ranks.
+            timeout_s: seconds that a call may take.
+            cost: of the role's model, by which rows are balanced; None: by tokens.
+            share_prompts: rows with the same prompt cost less on the same rank.
         """
         self.group, self.plan, self.timeout_s = group, plan, timeout_s
         self.num_skipped_in_a_row = 0  # optimizer steps, up to the newest, whose gradient was not finite
@@ -62,7 +69,10 @@ class RoleHandle:
 
     @property
     def ranks_per_row(self) -> int:
-        """Neighbouring ranks that get the same rows, and a slice of their tokens each (Ulysses, tensor parallelism)."""
+        """Number of neighbouring ranks that get the same rows, and a slice of their tokens each.
+
+        Ulysses and tensor parallelism need several.
+        """
         return self.plan.roles[self.role].ranks_per_row
 
     def evaluate(self, method: str, batch: Sequences) -> Evaluated:
@@ -73,7 +83,7 @@ class RoleHandle:
         return join_rows(parts[::copies], shares)
 
     def update(self, experience: Experience, rules: UpdateRules, step: int) -> dict[str, float]:
-        """All optimizer steps of the role in one call; metrics joined over ranks, then over optimizer steps."""
+        """Take all optimizer steps of the role in one call; metrics are joined over ranks, then over steps."""
         copies = self.ranks_per_row
         shares: list[Minibatches] = [[] for _ in range(self.group.world_size // copies)]
         num_empty = 0
@@ -91,7 +101,7 @@ class RoleHandle:
         return metrics | {"empty_minibatches": float(num_empty)} if num_empty else metrics
 
     def _minibatches(self, experience: Experience, rules: UpdateRules, step: int) -> Iterator[Experience]:
-        """Rows of each optimizer step, with what the actor's options compute over the rows of one step."""
+        """Yield the rows of each optimizer step, with what the actor's options compute over the rows of one step."""
         if rules.actor is not None:
             experience = prepare_batch(experience, rules.actor)
         for epoch in range(rules.epochs):
@@ -107,7 +117,7 @@ class RoleHandle:
                 yield rows if rules.actor is None else prepare_minibatch(rows, rules.actor, seed)
 
     def _append_minibatch(self, per_share: list[Minibatches], rows: Experience, rules: UpdateRules) -> None:
-        """Cut first, balance second: rows change ranks only inside their own mini-batch."""
+        """Append a mini-batch to the shares: cut first, balance second, so that rows change ranks only inside it."""
         denominators = denominators_of(rows, rules.max_response_length)
         rows = count_episode_tokens(rows)
         forward_only_B = None if rules.actor is None else PolicyObjective(rules.actor).without_gradient(rows)
@@ -116,15 +126,15 @@ class RoleHandle:
             minibatches.append((part, denominators))
 
     def checksums(self) -> dict[str, int]:
-        """Of the role's weights, by tensor."""
+        """Checksums of the role's weights, by tensor."""
         return self.call_all("checksums")[0]
 
     def save(self, path: str) -> list[str]:
-        """Write the role's checkpoint; or the names of its tensors that are not finite, and nothing is written."""
+        """Write the role's checkpoint; return the names of tensors that are not finite: then nothing is written."""
         return sorted({name for names in self.call_all("save", path) for name in names})
 
     def saved(self, *, wait: bool) -> bool:
-        """Whether no rank writes a checkpoint in the background; `wait`: until it is so."""
+        """True where no rank writes a checkpoint in the background; `wait`: wait until that is so."""
         return all(self.call_all("saved", wait))
 
     def load(self, path: str) -> None:
@@ -132,11 +142,11 @@ class RoleHandle:
         self.call_all("load", path)
 
     def call(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """One method of the role on every rank; its results."""
+        """Call one method of the role on every rank; return its results."""
         return self.wait(self.group.call(f"{self.role}.{method}", per_rank))
 
     def call_all(self, method: str, *arguments: Any) -> list[Any]:
-        """The same with the same arguments for all ranks."""
+        """Call one method of the role with the same arguments on all ranks; return its results."""
         return self.wait(self.group.call_all(f"{self.role}.{method}", *arguments))
 
     def wait(self, pending: PendingResult) -> list[Any]:
@@ -144,7 +154,7 @@ class RoleHandle:
 
 
 class ActorHandle(RoleHandle):
-    """The policy that is trained. on_change: called when its weights are no longer those that were synced."""
+    """Policy that is trained. on_change: called when its weights are no longer those that were synced."""
 
     role = ACTOR
 
@@ -165,7 +175,7 @@ class ActorHandle(RoleHandle):
 
 
 class ReferenceHandle(RoleHandle):
-    """The frozen policy."""
+    """Policy that is frozen."""
 
     role = REF
 
@@ -174,7 +184,7 @@ class ReferenceHandle(RoleHandle):
 
 
 class CriticHandle(RoleHandle):
-    """The value model."""
+    """Value model."""
 
     role = CRITIC
 
@@ -183,12 +193,12 @@ class CriticHandle(RoleHandle):
 
 
 def _repeated(shares: Sequence[Any], copies: int) -> list[tuple[Any]]:
-    """Arguments of every rank: `copies` neighbours get the same share."""
+    """Repeat arguments for every rank: `copies` neighbours get the same share."""
     return [(share,) for share in shares for _ in range(copies)]
 
 
 class RewardModelHandle(RoleHandle):
-    """The reward model."""
+    """Reward model."""
 
     role = REWARD
 
@@ -209,7 +219,7 @@ class RewardModelHandle(RoleHandle):
 
 
 def as_sequences(batch: Sequences) -> Sequences:
-    """Only what a forward pass needs: dataset rows and log-probs stay on the driver."""
+    """Select what a forward pass needs: dataset rows and log-probs stay on the driver."""
     return Sequences(
         prompt_ids_T=batch.prompt_ids_T,
         prompt_length_B=batch.prompt_length_B,
@@ -221,7 +231,7 @@ def as_sequences(batch: Sequences) -> Sequences:
 
 
 def average_steps(steps: Sequence[dict[str, Metric]]) -> dict[str, float]:
-    """Metrics of several optimizer steps as one number each: extremes stay extremes, counts add, the rest averages."""
+    """Average metrics of several optimizer steps to one number each: extremes stay extremes, counts add."""
     joined: dict[str, float] = {}
     for name in {name for step in steps for name in step}:
         metrics = [step[name] for step in steps if name in step]

@@ -1,4 +1,4 @@
-"""One whole run of a checked configuration: workers, trainer, fit, a new beginning where workers are lost, the end."""
+"""Run of a checked configuration as a whole: workers, trainer, fit, a restart where workers are lost, the end."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ Wait = Callable[[float, StopFlag], None]
 
 
 def run(config: PPOConfig) -> None:
-    """The run of a command line: what is wrong with its inputs, or stops it, ends the program with its message."""
+    """Run a command line's configuration.
+
+    An error of its inputs, or one that stops it, ends the program with the error's message.
+    """
     sys.excepthook = print_hidden
     begun: list[bool] = []
     try:
@@ -61,13 +64,20 @@ def run(config: PPOConfig) -> None:
 
 
 def fit(config: PPOConfig, **own: Any) -> Path:
-    """The trainer's `fit`, begun again from the newest checkpoint as often as trainer.max_restarts allows when workers
-    are lost; the folder of the run's files. Arguments and errors: see `opened`."""
+    """Run the trainer's `fit`; return the folder of the run's files.
+
+    It is begun again from the newest checkpoint as often as trainer.max_restarts allows when workers are lost.
+    Arguments
+    and errors: see `opened`.
+    """
     return _fit(config, **own)[0]
 
 
 def _fit(config: PPOConfig, before: Callable[[], None] = lambda: None, **own: Any) -> tuple[Path, str | None]:
-    """`fit`, and the signal that ended the run before its last step. before: called when all is started."""
+    """Run `fit`; return the folder, and the signal that ended the run before its last step.
+
+    before: called when all is started.
+    """
     began, first_step = time.perf_counter(), None
     with _prepared(config, **own) as run:
         restarts, stop = Restarts(run.ready.config.trainer), StopFlag()
@@ -95,15 +105,17 @@ def _fit(config: PPOConfig, before: Callable[[], None] = lambda: None, **own: An
 
 @contextmanager
 def opened(config: PPOConfig, *own: Any, **more: Any) -> Iterator[PPOTrainer]:
-    """Everything built, and taken down again at the end; trainer.default_local_dir is this run's alone meanwhile.
-    Arguments and errors: see `_prepared`."""
+    """Build everything, and take it down at the end; trainer.default_local_dir is this run's alone meanwhile.
+
+    Arguments and errors: see `_prepared`.
+    """
     with _prepared(config, *own, **more) as run, run.started(again=False) as trainer:
         yield trainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """A run that can be started: all checks passed, its folder held, its graders running, its Ray kept."""
+    """Run that can be started: all checks passed, its folder held, its graders running, its Ray kept."""
 
     ready: Prepared
     launcher: Launcher
@@ -113,7 +125,7 @@ class _Run:
 
     @contextmanager
     def started(self, *, again: bool) -> Iterator[PPOTrainer]:
-        """See `build.started`."""
+        """Start the trainer; see `build.started`."""
         with started(self.ready, self.launcher, self.confirm, self.kind, again=again) as trainer:
             began = (time.perf_counter(), cpu_seconds()) if again else self.began  # not what a lost start took
             processes = {"processes": trainer.plan.world_size, "device": self.ready.device}
@@ -129,11 +141,16 @@ def _prepared(
     restart: Callable[[PPOConfig, Path], None] = lambda config, folder: None,
     began: tuple[float, float] | None = None,
 ) -> Iterator[_Run]:
-    """What comes before the workers.
+    """Prepare everything that comes before the workers.
 
-    reward, kind: objects in place of custom_reward_function.path and trainer.trainer_class. restart: may replace this
-    process. began: when the wait for this run began, and the CPU seconds at that time; None: now. ConfigError,
-    RunStopped: what is wrong, for people.
+    Args:
+        config: the run.
+        reward: object in place of custom_reward_function.path.
+        kind: class in place of trainer.trainer_class.
+        restart: may replace this process.
+        began: when the wait for this run began, and the CPU seconds at that time; None: now.
+
+    Raises ConfigError, RunStopped: what is wrong, for people.
     """
     run_id, began = new_run_id(), began or (time.perf_counter(), cpu_seconds())
     remember(secrets_of(os.environ, to_dict(config)))
@@ -171,8 +188,11 @@ def _prepared(
 
 
 def _describe(config: PPOConfig, began: tuple[float, float], **run: Any) -> None:
-    """What the start took. config.yaml and environment.json: not before all that can be refused was looked at, as a
-    start that failed describes no run, and not in place of a training run's where this one only validates."""
+    """Log what the start took, and write config.yaml and environment.json.
+
+    They are not written before all that can be refused was looked at, as a start that failed describes no run, and not
+    in place of a training run's where this one only validates.
+    """
     logger.info("%s", ready_text(time.perf_counter() - began[0], cpu_seconds() - began[1], omp_threads(1, "cpu")))
     folder = log_dir(config)
     if not (config.trainer.val_only and (folder / CONFIG).exists()):
@@ -181,7 +201,7 @@ def _describe(config: PPOConfig, began: tuple[float, float], **run: Any) -> None
 
 
 class Restarts:
-    """Of one run: at most trainer.max_restarts from the same checkpoint, each after twice the wait of the last."""
+    """Restarts of one run: at most trainer.max_restarts from the same checkpoint, each after twice the last wait."""
 
     def __init__(self, trainer: TrainerConfig, wait: Wait | None = None) -> None:
         self._trainer, self._wait = trainer, wait or wait_unless_stopped
@@ -193,13 +213,16 @@ class Restarts:
 
     @property
     def saved(self) -> bool:
-        """Whether the newest checkpoint is of this run: not of an earlier one, which the user may have rejected."""
+        """True where the newest checkpoint is of this run: not of an earlier one, which the user may have rejected."""
         newest = self._checkpoint()
         return newest is not None and newest not in self._before
 
     def wait_before_next(self, error: WorkerError) -> None:
-        """Return when it is time to begin again; raise `error` when it is not one that a new start can cure, when the
-        restarts are used up, or when the user asks to stop meanwhile."""
+        """Return when it is time to begin again.
+
+        Raises `error` when it is not one that a new start can cure, when the restarts are used up, or when the user
+        asks to stop meanwhile.
+        """
         newest = self._checkpoint()
         if newest != self._newest:
             self._newest, self._in_vain = newest, 0
@@ -231,19 +254,21 @@ class Restarts:
 
 
 def _written(path: Path) -> tuple[Path, int]:
-    """A checkpoint and when it was written: a step may be saved again."""
+    """Identify a checkpoint by its path and when it was written: a step may be saved again."""
     return path, (path / STATE_FILE).stat().st_mtime_ns
 
 
 def wait_unless_stopped(seconds: float, stop: StopFlag) -> None:
-    """Sleep; an interrupt ends it."""
+    """Sleep so many seconds; an interrupt ends the sleep."""
     end = time.monotonic() + seconds
     while not stop.requested and (left := end - time.monotonic()) > 0:
         time.sleep(min(left, _LOOK_S))
 
 
 def is_loss(error: WorkerError) -> bool:
-    """Whether processes (an engine's own too), a node or their memory were lost, or answered no more: not an exception
-    of a program's own."""
+    """True where processes (an engine's own too), a node or their memory were lost, or answered no more.
+
+    False for an exception of a program's own.
+    """
     of_torch = error.error_type == "RuntimeError" and tells_of_memory(str(error).splitlines()[0])  # on a CPU
     return isinstance(error, (WorkerDied, WorkerTimeout)) or error.error_type in _LOST or of_torch

@@ -1,4 +1,4 @@
-"""What a run asks of this machine, its packages, its network and its model, checked before anything is started."""
+"""Checks of what a run asks of this machine, its packages, its network and its model, before anything is started."""
 
 from __future__ import annotations
 
@@ -35,8 +35,10 @@ _RANK, _HELPER, _RESPONSE, _THREAD = (200e6, "processes"), (25e6, "processes"), 
 
 
 def check_machine(config: PPOConfig, device: str) -> None:
-    """ValueError for counts that this machine's memory cannot hold, engines that it lacks, addresses where nobody
-    answers."""
+    """Check counts against this machine's memory, engines against its packages, and addresses for an answer.
+
+    Raises ValueError, naming keys and values, for what does not hold.
+    """
     _check_engines(config)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     raise_if_any(
@@ -63,7 +65,7 @@ def check_machine(config: PPOConfig, device: str) -> None:
 
 
 def _counts(config: PPOConfig, device: str) -> list[tuple[str, int, int, tuple[float, str]]]:
-    """Key, value, by how much that is multiplied, and what each takes; of what this run makes."""
+    """List key, value, factor, and (bytes, name) of one of them, for the things that this run makes."""
     rollout, data, reward = config.actor_rollout_ref.rollout, config.data, config.reward_model
     helps = rollout.multi_turn.enable or runs_agent_loops(rollout) or runs_programs(rollout) or config.env.train.tags
     length = rollout.max_model_len or data.max_prompt_length + data.max_response_length
@@ -84,7 +86,7 @@ def _counts(config: PPOConfig, device: str) -> list[tuple[str, int, int, tuple[f
 
 
 def _check_engines(config: PPOConfig) -> None:
-    """ValueError for an engine that is chosen and not installed, and for arguments that vLLM does not take."""
+    """Check that chosen engines are installed, and that vLLM takes its arguments; raises ValueError otherwise."""
     chosen: dict[str, RolloutConfig | RewardRolloutConfig] = {_ROLLOUT: config.actor_rollout_ref.rollout}
     if generates(config.reward_model, config.custom_reward_function):
         chosen["reward_model.rollout"] = config.reward_model.rollout
@@ -102,14 +104,14 @@ def _check_engines(config: PPOConfig) -> None:
 
 
 def _fields(file: Path, name: str) -> set[str]:
-    """The fields of a dataclass in a file, which importing would take seconds; none where it is not there."""
+    """Read the fields of a dataclass in a file, which importing would take seconds; empty where it is not there."""
     body = ast.parse(file.read_text(encoding="utf-8")).body if file.is_file() else []
     fields = [each for found in body if isinstance(found, ast.ClassDef) and found.name == name for each in found.body]
     return {each.target.id for each in fields if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)}
 
 
 def _urls(config: PPOConfig) -> dict[str, str]:
-    """Key -> address of the services that this run asks."""
+    """Map keys to the addresses of the services that this run asks."""
     tracking = config.trainer.logger_kwargs.get("mlflow", {}).get("tracking_uri")
     named = {
         "reward_model.judge.url": config.reward_model.judge.url,
@@ -120,7 +122,10 @@ def _urls(config: PPOConfig) -> dict[str, str]:
 
 
 def unreachable(key: str, url: str) -> str | None:
-    """What is wrong with an address where nothing takes a connection; None where something does, or a proxy leads."""
+    """Say what is wrong with an address where nothing takes a connection.
+
+    None where something does, or a proxy leads.
+    """
     parts = urllib.parse.urlsplit(url)
     try:
         host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
@@ -133,7 +138,7 @@ def unreachable(key: str, url: str) -> str | None:
 
 
 def check_models(config: PPOConfig, device: str) -> None:
-    """ValueError, naming the key, for what the trainer's models lack: modules that keys name, backends, a compiler."""
+    """Check the trainer's models: modules that keys name, backends, a compiler. Raises ValueError, naming the key."""
     for role in roles_of(config).values():
         if role.name == REWARD and config.reward_model.worker_class is not None:
             continue  # of a class of the user's, which may load what it likes
@@ -159,7 +164,10 @@ def check_models(config: PPOConfig, device: str) -> None:
 def check_sampling(
     config: PPOConfig, tokenizer: PreTrainedTokenizerBase, hf_config: PretrainedConfig, eos_ids: tuple[int, ...]
 ) -> None:
-    """ValueError where bad words leave nothing to sample, or a token that stops is none of the model's."""
+    """Check that bad words leave something to sample, and that tokens that stop are the model's.
+
+    Raises ValueError otherwise.
+    """
     rollout, size = config.actor_rollout_ref.rollout, hf_config.get_text_config().vocab_size
     for section, keys, make in (
         (_ROLLOUT, rollout, train_sampling),

@@ -1,4 +1,4 @@
-"""What a run says at its beginning, phase by phase, and at its end: where everything is, and what to type next."""
+"""Messages of a run at its beginning, phase by phase, and at its end: where everything is, and what to type next."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def start_phase(what: str) -> Iterator[None]:
-    """Says what begins, and once it is done the seconds that it took, and those of CPU: no start is silent."""
+    """Log what begins, and once it is done the seconds that it took, and those of CPU: no start is silent."""
     logger.info("start: %s ...", what)
     began, cpu = time.perf_counter(), cpu_seconds()
     yield
@@ -31,8 +31,10 @@ def start_phase(what: str) -> Iterator[None]:
 
 
 def cpu_seconds() -> float:
-    """CPU time of this process and of all below it on this machine. Without /proc: of this process, and of those below
-    it that have ended."""
+    """CPU time of this process and of all below it on this machine.
+
+    Without /proc: of this process, and of those below it that have ended.
+    """
     if not Path("/proc/self/stat").exists():
         return sum(os.times()[:4])
     ticks = 0
@@ -51,21 +53,21 @@ def process_age() -> float:
 
 
 def worker_start_text(seconds_by_rank: Sequence[Mapping[str, tuple[float, float]]]) -> str:
-    """`imports 6.0 s (4.9 s of CPU), actor 0.3 s (0.2 s of CPU)`: of each part the slowest rank."""
+    """Format `imports 6.0 s (4.9 s of CPU), actor 0.3 s (0.2 s of CPU)`: of each part the slowest rank."""
     parts = dict.fromkeys(name for seconds in seconds_by_rank for name in seconds)
     slowest = {name: max(seconds[name] for seconds in seconds_by_rank if name in seconds) for name in parts}
     return ", ".join(f"{name} {wall:.1f} s ({cpu:.1f} s of CPU)" for name, (wall, cpu) in slowest.items())
 
 
 def ready_text(seconds: float, cpu: float, cores: int) -> str:
-    """How long a start took up to the first proved sync, and how long if its work were spread evenly over the cores."""
+    """Say how long a start took to the first proved sync, and how long with its work spread evenly over the cores."""
     return f"start: ready after {seconds:.1f} s; {cpu:.1f} s of CPU, on {cores} core(s) {cpu / cores:.1f} s at best"
 
 
 def closing_text(
     config: PPOConfig, log_dir: Path, *, step: int, first_step: int, total_steps: int, seconds: float
 ) -> str:
-    """The block at the end of a run. first_step: the one that it resumed from, or 0."""
+    """Format the block at the end of a run. first_step: the one that it resumed from, or 0."""
     trainer = config.trainer
     root = Path(trainer.default_local_dir).expanduser()
     latest = find_latest(root) if root.is_dir() else None
@@ -92,7 +94,7 @@ def _resume(config: PPOConfig, log_dir: Path, step: int, total_steps: int) -> st
 
 
 def _command(*words: str) -> str:
-    """A command line for the shell that started the run, also where the environment is not activated."""
+    """Write a command line for the shell that started the run, also where the environment is not activated."""
     program = ["verl-like"] if shutil.which("verl-like") else [sys.executable, "-m", "verl_like.cli"]
     return shlex.join([*program, *words])
 

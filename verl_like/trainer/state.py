@@ -1,4 +1,4 @@
-"""What the loop itself must remember between steps. Everything else lives in the engines or in the sampler."""
+"""State that the loop itself must remember between steps. Everything else lives in the engines or in the sampler."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class TrainState:
         return self.kl.coef
 
     def with_reward_moments(self, moments: RunningMoments) -> Self:
-        """The same state after this step's rewards were taken into the running moments."""
+        """State after this step's rewards were taken into the running moments."""
         return dataclasses.replace(self, reward_moments=moments)
 
     def advance(self, metrics: dict[str, float], *, num_sequences: int, actor_updated: bool) -> Self:
-        """One step further; the adaptive controller sees the KL that make_experience measured."""
+        """Advance by one step; the adaptive controller sees the KL that make_experience measured."""
         step = self.step + 1
         kl = self.kl.update(metrics["critic/kl"], num_sequences) if "critic/kl" in metrics else self.kl
         return dataclasses.replace(

@@ -13,16 +13,17 @@ from verl_like.observe.validation import validation_metrics
 
 @dataclass(slots=True)
 class Validator:
-    """Runs over the whole validation set; without one it returns no metrics."""
+    """Validator of the whole validation set; without one it returns no metrics."""
 
     batches: Callable[[], Iterable[list[Prompt]]]
     how: Answering
     on_samples: Callable[[int, list[tuple[Rollouts, Scores]]], None]
 
     def run(self, collector: Collector, step: int) -> dict[str, float]:
-        """val-core/* and val-aux/* of the weights that the rollout engine holds.
+        """Compute val-core/* and val-aux/* of the weights that the rollout engine holds.
 
-        A small batch may lose all its rewards (the last one may be a single prompt); RewardError if all batches do.
+        A small batch may lose all its rewards (the last one may be a single prompt); raises RewardError if all batches
+        do.
         """
         batches = [collector.answer(prompts, self.how, step=step) for prompts in self.batches()]
         answered = [(rollouts, pending.result()) for rollouts, pending in batches]

@@ -1,4 +1,4 @@
-"""The driver's side of the weight sync: whether the rollout engines have the actor's weights, and how they get them."""
+"""Driver's side of the weight sync: it knows which weights the rollout engines have, and brings them the actor's."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ _PARTING_S = 60.0
 
 
 class Weights:
-    """Which weights the rollout engines hold. Whoever changes the actor says so by `changed`."""
+    """Record of the weights that the rollout engines hold. Whoever changes the actor says so by `changed`."""
 
     def __init__(
         self, actor: WorkerGroup, rollout: WorkerGroup, *, timeout_s: float, nobody_samples: bool = False
     ) -> None:
-        """actor, rollout: the pools of the two; one and the same in the hybrid engine. nobody_samples: there is no
-        engine (rollout.name=recorded)."""
+        """Take the pools of the two, one and the same in the hybrid engine.
+
+        nobody_samples: there is no engine (rollout.name=recorded).
+        """
         self._nobody_samples = nobody_samples
         self._actor, self._rollout, self._timeout_s = actor, rollout, timeout_s
         self._connected_to: list[Replica] | None = None  # the members of a fleet that the channel leads to
@@ -29,7 +31,7 @@ class Weights:
         self.version: int | None = None  # what the engines hold; None: not what the actor holds
 
     def changed(self) -> None:
-        """The actor is another one now."""
+        """Note that the actor's weights have changed."""
         self.version = None
 
     def sync(self, version: int) -> SyncReport | None:
@@ -49,7 +51,7 @@ class Weights:
         return max(reports, key=lambda report: report.seconds)
 
     def _between_pools(self, version: int) -> SyncReport:
-        """Until a transfer reaches all engines that are there; each that is lost meanwhile costs another one."""
+        """Transfer until all engines that are there have the weights; each lost meanwhile costs another transfer."""
         while True:
             lost = self._num_lost
             try:
@@ -65,7 +67,7 @@ class Weights:
         return self._rollout.num_lost if isinstance(self._rollout, Fleet) else 0
 
     def _transfer(self, version: int) -> SyncReport:
-        """Both pools work at once: one sends, the other receives; here their reports meet."""
+        """Run one transfer: one pool sends while the other receives; here their reports meet."""
         wanted = Wanted.of_all(self._rollout.call_all("weights.wanted").wait(timeout=self._timeout_s))
         members = self._rollout.replicas.copy() if isinstance(self._rollout, Fleet) else []
         connected, self._connected_to = self._connected_to, None  # a transfer that breaks off closes its channel

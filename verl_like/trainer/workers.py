@@ -1,4 +1,4 @@
-"""The worker processes of a run: one group for each pool, in this process or on Ray, started as often as it takes."""
+"""Worker processes of a run: one group for each pool, in this process or on Ray, started as often as it takes."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ _ROOM_S = 10.0  # how long the driver waits for devices of a replica in place of
 
 
 class Pools:
-    """What the driver asks of the processes as such, whatever roles they host."""
+    """Worker groups by pool, for calls to the processes as such, whatever roles they host."""
 
     def __init__(self, groups: Mapping[str, WorkerGroup], plan: BatchPlan, timeout_s: float) -> None:
-        """groups: by the pool's name, as in the plan."""
+        """Take the worker groups, by the pool's name as in the plan."""
         self.groups, self._plan, self._timeout_s = groups, plan, timeout_s
         self.reachable: Callable[[], AbstractContextManager[None]] = nullcontext  # inside, every process can be called
 
     def of(self, role: str) -> WorkerGroup:
-        """The processes that host a role."""
+        """Return the processes that host a role."""
         return self.groups[self._plan.pool_of(role).name]
 
     def ask(self, method: str, *arguments: Any) -> list[Any]:
-        """A method of every process; the answers of all pools."""
+        """Call a method of every process; return the answers of all pools."""
         with self.reachable():
             pending = [group.call_all(method, *arguments) for group in self.groups.values()]
             return [answer for each in pending for answer in each.wait(timeout=self._timeout_s)]
@@ -61,9 +61,11 @@ class Pools:
 
 
 class Launcher:
-    """Starts the workers of trainer.launcher: `with launcher(spec, device) as groups`. A Ray session is opened with the
-    first start and kept for later ones, unless its daemons have died; the launcher itself is a context manager that
-    ends it."""
+    """Launcher of the workers of trainer.launcher: `with launcher(spec, device) as groups`.
+
+    A Ray session is opened with the first start and kept for later ones, unless its daemons have died; the launcher
+    itself is a context manager that ends it.
+    """
 
     def __init__(self, config: PPOConfig, run_id: str | None = None) -> None:
         self._config, self.run_id = config, run_id or new_run_id()
@@ -71,7 +73,7 @@ class Launcher:
 
     @contextmanager
     def __call__(self, spec: WorkerSpec, device: str) -> Iterator[Groups]:
-        """The groups, stopped at the end of the context."""
+        """Start the groups; they stop at the end of the context."""
         start = self._local if str(self._config.trainer.launcher) == "local" else self._on_ray
         with ExitStack() as stack:
             yield start(spec, device, stack)
@@ -115,7 +117,7 @@ class Launcher:
     def _fleet(
         self, pool: Pool, session: RaySession, spec: WorkerSpec, device: str, stack: ExitStack, watchdog: Watchdog
     ) -> Fleet:
-        """A group for each replica of a pool that only samples."""
+        """Start a group for each replica of a pool that only samples."""
         size = spec.plan.tensor_parallel_size
         if pool.ranks_per_node % size:
             raise ConfigError(

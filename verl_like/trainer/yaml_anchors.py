@@ -1,4 +1,4 @@
-"""What a user's YAML and command line may hold beside our keys: helper sections, and keys for classes of their own."""
+"""Extra content of a user's YAML and command line: helper sections, and keys for classes of the user's own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OWN_CLASSES = ("data.custom_cls.path", "data.sampler.class_path")
 
 
 def is_helper(name: str, value: Any, text: str) -> bool:
-    """Whether a top-level section of a YAML `text` holds values for other places, and no settings.
+    """Check whether a top-level section of a YAML `text` holds values for other places, and no settings.
 
     By its name (_common, x-common), or because `${name...}` occurs in the text and nothing in it is a key of ours, by
     whatever spelling.
@@ -35,7 +35,7 @@ def _flat(key: str, value: Any) -> list[Change]:
 
 
 def inline(value: Any, helpers: dict[str, Any]) -> Any:
-    """The value with every `${helper.name}` replaced by what stands there, whatever its type; others stay."""
+    """Replace every `${helper.name}` in a value by what stands there, whatever its type; others stay."""
     if isinstance(value, dict):
         return {name: inline(item, helpers) for name, item in value.items()}
     if isinstance(value, list):
@@ -62,7 +62,7 @@ def _found(path: str, helpers: dict[str, Any]) -> Any:
 
 
 def inline_all(changes: Sequence[Change], helpers: dict[str, Any]) -> tuple[list[Change], list[str]]:
-    """The changes with the helper sections' values in them, and what is wrong with references."""
+    """Put the helper sections' values into the changes; return the changes, and what is wrong with references."""
     found, problems = [], []
     for change in changes:
         try:
@@ -75,7 +75,7 @@ def inline_all(changes: Sequence[Change], helpers: dict[str, Any]) -> tuple[list
 
 
 def own_data_keys(changes: Sequence[Change], added: Collection[str]) -> list[Change]:
-    """`+data.name=value` that is no key of ours becomes data.extra.name, where a class of the user's may read it."""
+    """Turn `+data.name=value` that is no key of ours into data.extra.name, where a class of the user's may read it."""
     if not any(change.key in _OWN_CLASSES and change.value is not None for change in changes):
         return list(changes)
     return [

@@ -1,1 +1,1 @@
-"""What one process does: the roles (actor, reference, rollout, critic) that share its device."""
+"""Worker processes, and the roles (actor, reference, rollout, critic) that share a process's device."""

@@ -1,4 +1,4 @@
-"""One worker process: it hosts the roles of its pool, and runs their methods when the driver calls `role.method`.
+"""Host of one worker process: it holds the roles of its pool, and runs a method when the driver calls `role.method`.
 
 The process joins the others of its pool first (`joined`). Every call is SPMD: all ranks of the pool get it, each with
 its own rows. Here, once for all roles, a call is recorded by the profiler and finds in device memory what it needs.
@@ -34,10 +34,10 @@ from verl_like.workers.weights import WeightsReceiver, WeightsSender, WeightsWit
 
 @contextmanager
 def joined(spec: WorkerSpec, env: RankEnv) -> Iterator[ProcessInfo]:
-    """The process group of the pool, for the constructor of a worker: it is left again when that fails. The user's own
-    modules are imported in it.
+    """Join the process group of the pool, for the constructor of a worker; leave it again when that fails.
 
-    In the driver's own process (trainer.launcher=local) another group may follow.
+    The user's own modules are imported in it. In the driver's own process (trainer.launcher=local) another group may
+    follow.
     """
     process = init_distributed(
         rank=env.rank,
@@ -76,7 +76,7 @@ _ANY_PHASE = frozenset(
 
 
 class RoleHost:
-    """The roles of one rank of a pool."""
+    """Roles of one rank of a pool."""
 
     def __init__(self, spec: WorkerSpec, env: RankEnv) -> None:
         self._pool, self.roles = spec.pool, dict[str, Any]()
@@ -99,7 +99,7 @@ class RoleHost:
             self.roles[WEIGHTS] = WeightsReceiver(spec, self.process, rollout, self.residency)
 
     def _build(self, spec: WorkerSpec, env: RankEnv) -> None:
-        """The rollout engine comes last: at its start gpu_memory_utilization of the device must be free."""
+        """Build the roles, the rollout engine last: at its start gpu_memory_utilization of the device must be free."""
         plans = spec.plan.roles
         makers = {
             CRITIC: lambda: CriticRole(spec, self.process),
@@ -125,7 +125,7 @@ class RoleHost:
                 self._seconds[name] = time.perf_counter() - began, time.process_time() - cpu
 
     def run(self, role: str, method: str, *arguments: Any) -> Any:
-        """Call a role's method in its phase. RuntimeError for a role that is not here."""
+        """Call a role's method in its phase. Raises RuntimeError for a role that is not here."""
         if role not in self.roles:
             hosted = ", ".join(self.roles)
             raise RuntimeError(f"{role}.{method}() was called in the pool {self._pool}, which hosts {hosted}")
@@ -140,7 +140,7 @@ class RoleHost:
         return self._with_peaks(answer) if method == "update" else answer
 
     def _with_peaks(self, steps: list[dict[str, Metric]]) -> list[dict[str, Metric]]:
-        """The last step also tells the largest moments of all phases since the last update."""
+        """Add the memory peaks of all phases since the last update to the metrics of the last step."""
         peaks = {name: Metric(value=value, reduction="max") for name, value in self.memory.take().items()}
         rollout = self.roles.get(ROLLOUT)
         if rollout is not None and rollout.engine.num_rescues:
@@ -148,11 +148,11 @@ class RoleHost:
         return [*steps[:-1], steps[-1] | peaks] if steps else []
 
     def start_seconds(self) -> dict[str, tuple[float, float]]:
-        """How long it took to come here, and to build each role of this rank: seconds, and those of CPU."""
+        """Seconds, and CPU seconds, from the process's start to here, and for building each role of this rank."""
         return self._seconds
 
     def device_peak(self) -> DevicePeak:
-        """What this rank's device can do at most, in the precision of its actor, or of what else it computes."""
+        """Peak of this rank's device, in the precision of its actor, or of what else it computes."""
         dtype = torch.float32
         if self._models:
             dtype = (self.roles[ACTOR].engine if ACTOR in self.roles else self._models[0]).compute_dtype
@@ -177,13 +177,15 @@ class RoleHost:
 
 
 def puts_to_sleep(rollout: RolloutConfig) -> bool:
-    """Whether the engine frees its device memory while others work."""
+    """True where the engine frees its device memory while others work."""
     return rollout.name == "vllm" and rollout.free_cache_engine
 
 
 def build_profiler(spec: WorkerSpec, process: ProcessInfo) -> WorkerProfiler:
-    """The recorder of this rank, with the section of each role that it hosts; the actor's covers generation and weight
-    sync."""
+    """Build the recorder of this rank, with the section of each role that it hosts.
+
+    The actor's section covers generation and weight sync.
+    """
     plans = spec.plan.roles
     models = {name: ACTOR if name == ROLLOUT else name for name in spec.roles}
     sections = {name: plans[model].config.profiler for name, model in models.items() if model in plans}

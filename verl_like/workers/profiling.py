@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerProfiler:
-    """Records the steps that the driver asks for, on the ranks that each role's profiler section names.
+    """Recorder of the steps that the driver asks for, on the ranks that each role's profiler section names.
 
     roles: the name of each role that is hosted, and its section. Only one recording runs at a time; calls outside a
     profiled step cost nothing.
@@ -39,7 +39,7 @@ class WorkerProfiler:
         self._recording: profile | None = None
 
     def start(self, step: int) -> None:
-        """Begin with a step."""
+        """Begin to record a step."""
         self._step = step
         if self._whole_steps:
             self._begin()
@@ -52,7 +52,10 @@ class WorkerProfiler:
 
     @contextmanager
     def phase(self, role: str, name: str) -> Iterator[None]:
-        """One call of a role: a trace of its own where the role is discrete, a named range in the step's trace else."""
+        """Record one call of a role.
+
+        It gets a trace of its own where the role is discrete, a named range in the step's trace else.
+        """
         if self._step is None:
             yield
         elif role in self._discrete and not self._whole_steps:
@@ -90,5 +93,5 @@ class WorkerProfiler:
 
 
 def is_chosen(section: ProfilerConfig, rank: int) -> bool:
-    """all_ranks, the ranks that are listed, or rank 0 where nothing is said; none where the role is switched off."""
+    """True for all ranks (all_ranks), those listed, or rank 0 by default; false where the role is switched off."""
     return section.enable and (section.all_ranks or rank in (section.ranks if section.ranks is not None else (0,)))

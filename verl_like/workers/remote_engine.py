@@ -1,4 +1,4 @@
-"""A rollout engine in a process of its own, on the device of the process that starts it.
+"""Rollout engine in a process of its own, on the device of the process that starts it.
 
     this process                                        the engine's process
     RemoteEngine.submit, abort, score, ...      ─────>  main thread: one message after the other
@@ -60,14 +60,22 @@ _FIRST_BYTES = 2**24  # of a bucket, before it is known how much comes
 
 
 class RemoteEngine(RolloutEngine):
-    """A RolloutEngine whose work is done by another one, in a process that this object starts, watches and ends.
+    """RolloutEngine whose work is done by another one, in a process that this object starts, watches and ends.
 
-    build: makes the engine, there; it is pickled. arguments: what `build` is called with, made here at every start.
-    reads_text: whether that engine was given a tokenizer. device: where the weights are when they come, and the engine.
-    run_id, bucket_bytes: see IpcSender. leads: whether it is its replica's first rank. ranks: of a replica, which start
-    and load together. around_start: what a process must be started in. timeout_s: how long a call, a load or the start
-    may take, and how long the engine may say nothing while requests are pending; then EngineLostError, and the
-    process is ended. Callbacks of the futures may submit, abort and look, but not open, pause or shut down.
+    Callbacks of the futures may submit, abort and look, but not open, pause or shut down.
+
+    Args:
+        build: makes the engine, there; it is pickled.
+        arguments: makes the arguments of `build`, here, at every start.
+        reads_text: that engine was given a tokenizer.
+        device: where the weights are when they come, and the engine.
+        run_id: see IpcSender.
+        bucket_bytes: see IpcSender.
+        leads: it is its replica's first rank.
+        ranks: number of ranks of a replica, which start and load together.
+        around_start: context in which a process must be started.
+        timeout_s: seconds that a call, a load or the start may take, and that the engine may be silent while requests
+            are pending; then EngineLostError, and the process is ended.
     """
 
     def __init__(
@@ -97,12 +105,12 @@ class RemoteEngine(RolloutEngine):
 
     @property
     def lost(self) -> str:
-        """Why its process is of no use any more; "" while it is."""
+        """Reason for which the engine's process is of no use any more; "" while it is."""
         return self._there.error
 
     @property
     def held(self) -> HeldWeights | None:
-        """See RolloutEngine; None also where the process is lost."""
+        """Weights of the engine; see RolloutEngine. None also where the process is lost."""
         return None if self.lost else super().held
 
     def open(self) -> None:
@@ -128,7 +136,7 @@ class RemoteEngine(RolloutEngine):
     def load_weights(
         self, stream: Iterable[tuple[str, Tensor]], version: int, *, partial: bool = False, mark: str = ""
     ) -> None:
-        """See RolloutEngine. A process that was lost is started anew, on all ranks of its replica."""
+        """Replace all weights; see RolloutEngine. A lost process is started anew, on all ranks of its replica."""
         self._require_base(partial)
         super().unload()  # the other engine does so itself, if it takes the weights at all
         lost = bool(self.lost)
@@ -222,7 +230,10 @@ class RemoteEngine(RolloutEngine):
 
 
 class _Process:
-    """One life of the engine's process, and what it was asked. error: why it is of no use any more."""
+    """Process of the engine, from one start to its end, and the questions it was asked.
+
+    error: why it is of no use any more.
+    """
 
     def __init__(self, build: Callable[[], RolloutEngine], timeout_s: float) -> None:
         context = get_context("spawn")
@@ -248,7 +259,10 @@ class _Process:
         self.facts: list[Any] = self.result(started, "start")
 
     def call(self, method: str, *arguments: Any, limited: bool = True) -> Any:
-        """What the engine's method returns or raises. RolloutError where it says nothing within the time limit."""
+        """Call the engine's method, and return its result or raise its error.
+
+        Raises RolloutError where the engine is silent for the time limit.
+        """
         return self.result(self.ask("call", method, arguments), method, limited=limited)
 
     def ask(self, kind: str, *arguments: Any) -> Future[Any]:
@@ -330,7 +344,9 @@ class _Process:
             self._fail(f"what the engine's process said cannot be read: {error!r}")
 
     def _ask_for_a_sign(self) -> None:
-        """Of an engine that has said nothing for the time limit: it may be at work on long responses, or stuck."""
+        """Ask a silent engine for a sign of life, after the time limit: it may be busy with long responses, or
+        stuck.
+        """
         with self._changed:
             stuck, working = bool(self._answers), bool(self._pending)
         if stuck and working:
@@ -367,7 +383,7 @@ def _set(future: Future[Any], value: Any) -> None:
 
 
 def serve(pipe: Connection, build: Callable[[], RolloutEngine]) -> None:
-    """The engine's process: build it, do what is asked, end with the pipe, or with the process that started it."""
+    """Run the engine's process: build it, do what is asked, end with the pipe, or with the process that started it."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's business
     sending = threading.Lock()

@@ -22,9 +22,11 @@ class Phase(enum.Enum):
 
 
 class Residency:
-    """Of one process that hosts models and a rollout engine. With one of the two alone (None, or no model) everything
-    stays where it is. discard: the engine's weights are thrown away when it goes to sleep; then `restore` must be set,
-    which syncs those that it had (collective)."""
+    """Residency of one process that hosts models and a rollout engine.
+
+    With one of the two alone (None, or no model) everything stays where it is. discard: the engine's weights are thrown
+    away when it goes to sleep; then `restore` must be set, which syncs those that it had (collective).
+    """
 
     def __init__(self, models: Sequence[FSDPEngine], rollout: RolloutEngine | None, *, discard: bool = False) -> None:
         self.phase = Phase.train
@@ -35,7 +37,7 @@ class Residency:
             self._rollout.sleep(discard=discard)
 
     def enter(self, phase: Phase) -> None:
-        """Make room for the calls of `phase`; nothing happens when it is the current one."""
+        """Make room for the calls of `phase`; does nothing when it is the current one."""
         if phase is self.phase:
             return
         self.phase = phase

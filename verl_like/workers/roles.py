@@ -22,33 +22,33 @@ from verl_like.workers.spec import WorkerSpec
 
 
 class TrainedRole:
-    """One rank of a model with an optimizer. A role adds its forward pass and `train`."""
+    """Rank of a model with an optimizer. A role adds its forward pass and `train`."""
 
     def __init__(self, spec: WorkerSpec, process: ProcessInfo, name: str) -> None:
         self.sizes = spec.plan.roles[name]
         self.engine = build_engine(spec, process, name)
 
     def update(self, minibatches: list[tuple[Experience, Denominators]]) -> list[dict[str, Metric]]:
-        """One optimizer step per mini-batch on this rank's rows; the metrics of each step."""
+        """Take one optimizer step per mini-batch on this rank's rows; the metrics of each step."""
         steps = [self.train(rows, denominators) for rows, denominators in minibatches]
         self.engine.advance_schedule()
         return steps
 
     def train(self, rows: Experience, denominators: Denominators) -> dict[str, Metric]:
-        """One optimizer step."""
+        """Take one optimizer step."""
         raise NotImplementedError
 
     def checksums(self) -> dict[str, int]:
-        """Of every weight in float32, the same however it is sharded (collective)."""
+        """Checksums of every weight in float32, the same however it is sharded (collective)."""
         return self.engine.weight_checksums(torch.float32)
 
     def save(self, path: str) -> list[str]:
-        """Write a checkpoint, unless it holds tensors that are not finite: their names (FSDPEngine.save)."""
+        """Write a checkpoint, unless it holds tensors that are not finite; return their names (FSDPEngine.save)."""
         checkpoint = self.sizes.config.checkpoint
         return self.engine.save(path, contents=checkpoint.save_contents, background=checkpoint.async_save)
 
     def saved(self, wait: bool) -> bool:
-        """Whether no checkpoint is being written in the background; `wait`: until it is so."""
+        """True where no checkpoint is being written in the background; `wait`: wait until that is so."""
         return self.engine.saved(wait=wait)
 
     def load(self, path: str) -> None:
@@ -57,7 +57,7 @@ class TrainedRole:
 
 
 def build_engine(spec: WorkerSpec, process: ProcessInfo, name: str) -> FSDPEngine:
-    """The engine of a role of this run (collective)."""
+    """Build the engine of a role of this run (collective)."""
     role = spec.plan.roles[name].config
     engine = FSDPEngine(
         role,
@@ -72,7 +72,7 @@ def build_engine(spec: WorkerSpec, process: ProcessInfo, name: str) -> FSDPEngin
 
 
 class ActorRole(TrainedRole):
-    """One rank of the actor."""
+    """Rank of the actor."""
 
     def __init__(self, spec: WorkerSpec, process: ProcessInfo) -> None:
         super().__init__(spec, process, ACTOR)
@@ -83,7 +83,10 @@ class ActorRole(TrainedRole):
         self._more = {SUM_PI_SQUARED} if needs_sum_pi_squared(algorithm) else set[str]()
 
     def log_probs(self, batch: Sequences) -> Evaluated:
-        """Log-probs, entropy and what else the estimator needs of the current actor on this rank's rows (or none)."""
+        """Compute log-probs, entropy and what else the estimator needs of the current actor on this rank's rows.
+
+        There may be no rows.
+        """
         out = self.engine.forward(
             batch,
             want=frozenset({LOG_PROBS, ENTROPY, *self._more}),
@@ -98,7 +101,7 @@ class ActorRole(TrainedRole):
         )
 
     def update(self, minibatches: list[tuple[Experience, Denominators]]) -> list[dict[str, Metric]]:
-        """As of every role that is trained; the last step also tells this rank's memory."""
+        """Update as every role that is trained; the metrics of the last step also have this rank's memory."""
         steps = super().update(minibatches)
         memory = {name: Metric(value=value, reduction="max") for name, value in memory_metrics().items()}
         return [*steps[:-1], steps[-1] | memory] if steps else []
@@ -116,14 +119,14 @@ class ActorRole(TrainedRole):
 
 
 class CriticRole(TrainedRole):
-    """One rank of the critic."""
+    """Rank of the critic."""
 
     def __init__(self, spec: WorkerSpec, process: ProcessInfo) -> None:
         super().__init__(spec, process, CRITIC)
         self.objective = ValueObjective(spec.config.critic)
 
     def values(self, batch: Sequences) -> Evaluated:
-        """V(state before each response token) of this rank's rows."""
+        """Compute V(state before each response token) of this rank's rows."""
         out = self.engine.forward(batch, want=frozenset({VALUES}), rule=self.sizes.forward)
         return Evaluated(response_length_B=batch.response_length_B, values_T=out[VALUES])
 
@@ -133,7 +136,7 @@ class CriticRole(TrainedRole):
 
 
 class ReferenceRole:
-    """One rank of the reference. actor: of the same process; None where the reference has a pool of its own."""
+    """Rank of the reference. actor: of the same process; None where the reference has a pool of its own."""
 
     def __init__(self, spec: WorkerSpec, process: ProcessInfo, actor: ActorRole | None) -> None:
         self.sizes, self.wanted = spec.plan.roles[REF], spec.plan.reference_outputs
@@ -144,7 +147,10 @@ class ReferenceRole:
             actor.engine.attach_reference(self.engine)
 
     def log_probs(self, batch: Sequences) -> Evaluated:
-        """What the plan asks of the reference on this rank's rows (may be none): its log-probs, the exact KL to it."""
+        """Compute what the plan asks of the reference on this rank's rows: its log-probs, the exact KL to it.
+
+        There may be no rows.
+        """
         log_probs = full_kl = None
         options: dict[str, Any] = {"rule": self.sizes.forward, "temperature": self.temperature}
         if LOG_PROBS in self.wanted:
@@ -156,7 +162,10 @@ class ReferenceRole:
         return Evaluated(response_length_B=batch.response_length_B, ref_log_probs_T=log_probs, full_kl_T=full_kl)
 
     def _of_actor(self) -> ActorRole:
-        """The doctor sees to it that the two share a pool where the reference needs the actor."""
+        """Return the actor of this process.
+
+        The doctor sees to it that the two share a pool where the reference needs it.
+        """
         assert self._actor is not None
         return self._actor
 
@@ -170,7 +179,7 @@ class RewardWorker:
         self.engine = build_engine(spec, process, REWARD)
 
     def scores(self, batch: Sequences) -> Evaluated:
-        """values_T [B]: the head's output at the last token of each row's prompt.
+        """Score texts: values_T [B] is the head's output at the last token of each row's prompt.
 
         A row is a whole text as its prompt, with one placeholder as its response: the value in front of that is the one
         at the text's end, and no token of the text sees it.
@@ -180,7 +189,10 @@ class RewardWorker:
 
 
 def reward_worker_class(section: RewardModelConfig) -> type[RewardWorker]:
-    """RewardWorker, or the class that reward_model.worker_class names. ValueError if that cannot do its work."""
+    """Return RewardWorker, or the class that reward_model.worker_class names.
+
+    Raises ValueError if it cannot do its work.
+    """
     if section.worker_class is None:
         return RewardWorker
     key = f"reward_model.worker_class={section.worker_class}"

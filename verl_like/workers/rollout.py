@@ -1,4 +1,4 @@
-"""The rollout engine of a rank, and the link by which the driver reaches a replica."""
+"""Rollout engine of a rank, and the link by which the driver reaches a replica."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PROGRESS_S = 2.0
 
 
 class RolloutRole:
-    """One rank's part of a replica."""
+    """Rank of a rollout replica."""
 
     def __init__(self, spec: WorkerSpec, process: ProcessInfo, env: RankEnv) -> None:
         self._env, self._leads = env, env.rank % spec.plan.tensor_parallel_size == 0
@@ -40,7 +40,7 @@ class RolloutRole:
         self.engine = rollout_engine(spec, process, env.memory_id)
 
     def open_link(self) -> tuple[tuple[str, int], bytes] | None:
-        """Address and key under which the driver reaches this replica, on its first rank; None on the others."""
+        """Open the link of this replica: address and key for the driver, on its first rank; None on the others."""
         if self._link is not None:
             self._link.close()
         if not self._leads:
@@ -68,7 +68,7 @@ class RolloutRole:
 
 
 def rollout_engine(spec: WorkerSpec, process: ProcessInfo, run_id: str) -> RolloutEngine:
-    """The engine of this run, without weights (collective)."""
+    """Build the engine of this run, without weights (collective)."""
     policy = spec.config.actor_rollout_ref
     return start_engine(
         policy.rollout,
@@ -94,8 +94,10 @@ def start_engine(
     timeout_s: float = 600.0,
     **more: Any,
 ) -> RolloutEngine:
-    """What `build_rollout_engine` makes of these arguments: here, or (SGLang, and with rollout.server) in a process
-    beside this one. Collective. timeout_s: see RemoteEngine."""
+    """Start the engine of `build_rollout_engine`, here or in a process beside this one (SGLang, rollout.server).
+
+    Collective. timeout_s: see RemoteEngine.
+    """
     kind = ENGINES[rollout.name]
     if not kind.own_process and not rollout.server:
         return build_rollout_engine(rollout, model, process=process, hf_config=hf_config, run_id=run_id, **more)
@@ -125,7 +127,10 @@ def start_engine(
 
 
 def _meeting_place(rank: int, tp: int) -> tuple[tuple[str, int]]:
-    """Where the processes of this rank's replica meet: its first rank chooses (collective where there are others)."""
+    """Choose the address where the processes of this rank's replica meet: that of its first rank.
+
+    Collective where a replica has several ranks.
+    """
     chosen = (LOOPBACK, free_port(LOOPBACK))
     if tp == 1:
         return (chosen,)
@@ -142,8 +147,11 @@ def _build_beside(
     more: dict[str, Any],
     address: tuple[str, int],
 ) -> RolloutEngine:
-    """In the engine's process. The model's configuration is read again: classes of its own may not travel. SGLang makes
-    the replica's process group itself."""
+    """Build the engine in its own process.
+
+    The model's configuration is read again: classes of its own may not travel. SGLang makes the replica's process group
+    itself.
+    """
     tp, settings = rollout.tensor_model_parallel_size, {"hf_config": load_hf_config(model), "run_id": run_id, **more}
     if ENGINES[rollout.name].own_process:
         return build_rollout_engine(rollout, model, process=process, address=address, **settings)

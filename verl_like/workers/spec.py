@@ -1,4 +1,7 @@
-"""What the driver tells every worker process at its birth. Picklable, the same for all ranks of a pool."""
+"""Specification that the driver gives every worker process at its start.
+
+Picklable, the same for all ranks of a pool.
+"""
 
 from __future__ import annotations
 
@@ -22,5 +25,5 @@ class WorkerSpec:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """What a process of this pool hosts."""
+        """Roles that a process of this pool hosts."""
         return next(pool.roles for pool in self.plan.pools if pool.name == self.pool)

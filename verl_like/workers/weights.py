@@ -1,5 +1,7 @@
-"""How the actor's weights leave a process and reach a rollout engine: in it, where one process hosts both, or to a pool
-of the engine's own, by a broadcast from the actor's first rank. A host has one of these as its role "weights"."""
+"""Transfer of the actor's weights to a rollout engine, as the role "weights" of a host.
+
+They stay in the process where it hosts both; otherwise the actor's first rank broadcasts them to the engine's pool.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from verl_like.workers.spec import WorkerSpec
 
 
 class WeightsWithin:
-    """Of a process with the actor and the rollout engine."""
+    """Transfer in a process with the actor and the rollout engine."""
 
     def __init__(
         self, spec: WorkerSpec, process: ProcessInfo, actor: ActorRole, rollout: RolloutRole, residency: Residency
@@ -50,11 +52,11 @@ class WeightsWithin:
         self._sync.sync(version)
 
     def close(self) -> None:
-        """There is nothing to free."""
+        """Do nothing: there is nothing to free."""
 
 
 class WeightsSender:
-    """Of a process with the actor, whose rollout engines are in another pool."""
+    """Sender in a process with the actor, whose rollout engines are in another pool."""
 
     def __init__(self, spec: WorkerSpec, process: ProcessInfo, env: RankEnv, actor: ActorRole) -> None:
         config, dtype = spec.config.actor_rollout_ref.rollout, actor.engine.compute_dtype
@@ -65,7 +67,7 @@ class WeightsSender:
         self._channel: SendingEnd = TakesPart()
 
     def listen(self, receivers: list[str]) -> Way | None:
-        """Set the channel up, anew: how these receivers reach it, on the first rank; None on the others."""
+        """Set the channel up, anew; return how these receivers reach it, on the first rank, None on the others."""
         self._channel.close()
         if self._process.rank != 0:
             return None
@@ -88,7 +90,7 @@ class WeightsSender:
 
 
 class WeightsReceiver:
-    """Of a process with a rollout engine, whose actor is in another pool."""
+    """Receiver in a process with a rollout engine, whose actor is in another pool."""
 
     def __init__(self, spec: WorkerSpec, process: ProcessInfo, rollout: RolloutRole, residency: Residency) -> None:
         name = f"rollout replica {spec.replica} rank {{}}" if spec.replica else "rollout rank {}"
@@ -102,18 +104,18 @@ class WeightsReceiver:
         self._channel = BroadcastReceiver(way, first + self._process.rank, self._process.device)
 
     def wanted(self) -> Wanted:
-        """What the sender has to know of this rank's engine."""
+        """Return what the sender has to know of this rank's engine."""
         return self._receiver.wanted()
 
     def receive(self) -> Receipt:
-        """Take what is sent, and prove it."""
+        """Receive the weights that are sent, and prove them."""
         assert self._channel is not None, "received before the channel was joined"
         receipt = self._receiver.receive(self._channel)
         self._residency.enter(Phase.rollout)
         return receipt
 
     def unload(self) -> None:
-        """After a verdict against an update that was well received here."""
+        """Drop the weights, after a verdict against an update that was well received here."""
         self._receiver.unload()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What a policy loss takes and gives, and the registry of the menu."""
+"""Types of the policy losses, and the registry of the menu."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from verl_like.config.enums import DEFAULT_AGGREGATION
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyBatch:
-    """One micro-batch as losses see it. Only `log_probs_BR` has a graph."""
+    """Tensors of one micro-batch as losses see them. Only `log_probs_BR` has a graph."""
 
     log_probs_BR: Tensor  # of the policy being trained
     old_log_probs_BR: Tensor  # of the policy the ratio is taken against
@@ -38,11 +38,12 @@ PolicyLossFunction = Callable[[PolicyBatch, ActorConfig], TokenLoss]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoss:
-    """An entry of the menu.
+    """Entry of the menu: a loss function and how it is used.
 
-    aggregation: the one it prescribes (None: the user's choice). default_aggregation: where the user's is null.
-    pulls_without_advantage: it has a gradient even where the advantage is 0, because of a term of its own.
-    one_weight_per_row: its loss is one of the whole row, so importance weights are joined by their geometric mean.
+    aggregation: the one that the loss prescribes; None leaves it to the user.
+    default_aggregation: the one that holds where the user's key is null.
+    pulls_without_advantage: the loss has a gradient even where the advantage is 0, because of a term of its own.
+    one_weight_per_row: the loss is one of the whole row, so importance weights are joined by their geometric mean.
     """
 
     function: PolicyLossFunction
@@ -53,7 +54,7 @@ class PolicyLoss:
 
 
 def _own_loss(found: Any) -> PolicyLoss:
-    """An entry of users' own code: a PolicyLoss, or a function, of which nothing is known and all is computed."""
+    """Make an entry of users' own code. Of a plain function nothing is known, so that everything is computed for it."""
     return found if isinstance(found, PolicyLoss) else PolicyLoss(function=found, pulls_without_advantage=True)
 
 

@@ -107,7 +107,7 @@ def kl_cov(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
 
 
 def chosen_tokens(batch: PolicyBatch) -> Tensor:
-    """The driver's selection; ValueError where it was not made."""
+    """Return the tokens that the driver selected. Raises ValueError where it selected none."""
     if batch.selected_BR is None:
         raise ValueError("clip_cov and kl_cov need tokens selected over the mini-batch, but the batch has no selection")
     return batch.selected_BR

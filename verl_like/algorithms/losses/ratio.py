@@ -1,4 +1,4 @@
-"""The one treatment of ratios, clamps, bounds and clip metrics that all policy losses share.
+"""Ratios, clamps, bounds and clip metrics in the one form that all policy losses share.
 
 Rules: padding is set to 0 first, so that it can neither overflow nor spread NaN; a logarithm is clamped to +-20 right
 before exp, and nowhere else; a ratio of a whole row is built from unclamped differences, then clamped once.
@@ -51,7 +51,7 @@ def filled_advantages(batch: PolicyBatch) -> Tensor:
 
 
 def clip_range(actor: ActorConfig) -> tuple[float, float]:
-    """How far below and above 1 the ratio may go: clip_ratio_low and _high, clip_ratio where they are null."""
+    """Bounds of the ratio below and above 1: clip_ratio_low and clip_ratio_high, clip_ratio where they are null."""
     low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
     high = actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
     return low, high

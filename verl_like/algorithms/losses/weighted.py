@@ -107,7 +107,7 @@ def dppo_tv(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
 
 @register_policy_loss("dppo_kl")
 def dppo_kl(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
-    """As dppo_tv with the binary KL divergence of (p_old, 1 - p_old) from (p, 1 - p) as measure (arXiv 2602.04879).
+    """DPPO with binary KL: dppo_tv measured by the divergence of (p_old, 1 - p_old) from (p, 1 - p) (arXiv 2602.04879).
 
     A token outside the bound keeps its gradient where that leads back.
     """

@@ -1,4 +1,4 @@
-"""An engine with fake time: no model, no waiting, the same tokens in every run. Hours of decoding pass in seconds.
+"""Engine with fake time: no model, no waiting, the same tokens in every run. Hours of decoding pass in seconds.
 
 For tests of what stands around an engine (asynchronous training, agents, routing, operations). Tokens are a pure
 function of (seed, position), so that any completion can be checked; a clock moves with each step by what a real one
@@ -53,12 +53,12 @@ def tokens_of(seed: int, stop: int, start: int = 0) -> NDArray[np.int32]:
 
 
 def seed_of(request: GenerationRequest) -> int:
-    """The request's seed; without one, a number made of its id."""
+    """Seed of a request; without one, a number made of its id."""
     return zlib.crc32(request.request_id.encode()) if request.seed is None else request.seed
 
 
 def long_tailed(request: GenerationRequest) -> int:
-    """A length from the request's seed: log-normal, half of them under 200 tokens, 1 in 100 over 2,000."""
+    """Draw a length from the request's seed: log-normal, half of them under 200 tokens, 1 in 100 over 2,000."""
     return 1 + int(random.Random(seed_of(request)).lognormvariate(math.log(200), 1.0))
 
 
@@ -72,12 +72,16 @@ class _Row:
 
 
 class FakeTimeEngine:
-    """A SteppedEngine of counters; see the module. Requests are taken up by (priority, arrival).
+    """SteppedEngine of counters; see the module. Requests are taken up by (priority, arrival).
 
-    decode_s: seconds of one decode step with so many responses, linear between. prefill_s: of one token that is not in
-    the cache, which keeps the tokens of sessions until the next load. length_of: tokens of a request's whole response;
-    it ends there with "stop", or earlier at max_tokens. steps_per_call: `step` makes up to so many decode steps, and
-    ends with the first response that does: faster, while what is added waits longer. failure: raised by the next step.
+    Args:
+        decode_s: seconds of one decode step with so many responses, linear between.
+        prefill_s: seconds of one token that is not in the cache, which keeps the tokens of sessions until the next
+            load.
+        length_of: tokens of a request's whole response; it ends there with "stop", or earlier at max_tokens.
+        steps_per_call: `step` makes up to so many decode steps, and ends with the first response that does: faster,
+            while added requests wait longer.
+        failure: raised by the next step.
     """
 
     def __init__(
@@ -143,7 +147,7 @@ class FakeTimeEngine:
         return {i: self._sampled(row) for i, row in self._pending.items()}
 
     def load(self, version: int) -> None:
-        """Other weights: the cache is emptied, what runs goes on with them after another prefill."""
+        """Load other weights: the cache is emptied, and requests under way go on with them after another prefill."""
         self.weight_version = version
         self._cache = {}
         self._to_prefill = 0
@@ -168,7 +172,7 @@ class FakeTimeEngine:
         self.most_running = max(self.most_running, len(self._running))
 
     def _count(self, row: _Row) -> int:
-        """Tokens sampled here."""
+        """Count the tokens of a row that were sampled here."""
         return self.num_steps - row.first_step if row.versions else 0
 
     def _context(self, row: _Row) -> int:
@@ -197,7 +201,7 @@ class FakeTimeEngine:
 
 
 class FakeTimeRollout(SteppedRolloutEngine):
-    """A whole RolloutEngine around `fake`; `load_weights` takes any stream."""
+    """RolloutEngine around the engine `fake`; `load_weights` takes any stream."""
 
     def __init__(self, fake: FakeTimeEngine, *, lockstep: Lockstep | None = None) -> None:
         length = fake.max_model_len
@@ -218,7 +222,7 @@ class FakeTimeRollout(SteppedRolloutEngine):
 
 
 class VirtualClock:
-    """Seconds that pass as things happen, each at its time; of the same time, in the order they were put in."""
+    """Clock whose seconds pass as events happen, each at its time; at equal times, in the order they were put in."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -230,7 +234,7 @@ class VirtualClock:
         heappush(self._events, (max(time_s, self.now), next(self._order), action))
 
     def step(self) -> bool:
-        """Let the next thing happen. False if nothing is left."""
+        """Let the next event happen. False if none is left."""
         if self._events:
             self.now, _, action = heappop(self._events)
             action()
@@ -238,7 +242,7 @@ class VirtualClock:
         return False
 
     def run(self, until_s: float = math.inf) -> None:
-        """Until that time, or until nothing is left to happen."""
+        """Let events happen until that time, or until none is left."""
         while self._events and self._events[0][0] <= until_s:
             self.step()
         if until_s < math.inf:
@@ -246,7 +250,7 @@ class VirtualClock:
 
 
 class SimulatedLink:
-    """A Link to an engine whose steps are events of a clock. Futures are resolved inside `VirtualClock.run`."""
+    """Link to an engine whose steps are events of a clock. Futures are resolved inside `VirtualClock.run`."""
 
     def __init__(self, name: str, engine: FakeTimeEngine, clock: VirtualClock) -> None:
         self.name, self.engine = name, engine
@@ -276,7 +280,7 @@ class SimulatedLink:
         self._on_events = lambda events: None
 
     def pause(self) -> None:
-        """No step begins after the one under way."""
+        """Pause the engine: no step begins after the one under way."""
         self._paused = True
 
     def open(self) -> None:
@@ -284,7 +288,7 @@ class SimulatedLink:
         self._go()
 
     def kill(self, why: str) -> None:
-        """The replica is gone, with what it was doing. A step that raises does the same."""
+        """Kill the replica, with what it was doing. A step that raises does the same."""
         self._tell(Events(death=why))
         self._dead = True
 

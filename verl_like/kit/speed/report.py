@@ -1,4 +1,4 @@
-"""The speed report of a run: floors and utilisation of each step, and one sentence of advice."""
+"""Speed report of a run: floors and utilisation of each step, and one sentence of advice."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ _PAUSE = 50  # steps until an advice is given again: two that take turns would f
 
 
 class SpeedReport:
-    """Turns a step's seconds into perf/mfu/*, perf/floor_ratio/* and a log line. memory: metrics of the forecast."""
+    """Report that turns a step's seconds into perf/mfu/*, perf/floor_ratio/* and a log line.
+
+    memory: metrics of the forecast.
+    """
 
     def __init__(self, shape: RunShape, settings: Settings, memory: Mapping[str, float] | None = None) -> None:
         self.shape, self.settings, self.memory = shape, settings, memory or {}
@@ -41,7 +44,7 @@ class SpeedReport:
         device: str,
         memory: Mapping[str, float] | None = None,
     ) -> SpeedReport:
-        """peaks: pool -> one for each rank, as the workers measured or looked them up."""
+        """Build the report. peaks: pool -> one for each rank, as the workers measured or looked them up."""
         totals = {
             name: DevicePeak(
                 flops=sum(peak.flops for peak in of_ranks),
@@ -74,7 +77,7 @@ class SpeedReport:
     def metrics(
         self, rollouts: Rollouts, seconds: Mapping[str, float], metrics: Mapping[str, float]
     ) -> dict[str, float]:
-        """perf/mfu/*, perf/floor_ratio/* and perf/memory_forecast/* of one step, whose other metrics are known.
+        """Compute perf/mfu/*, perf/floor_ratio/* and perf/memory_forecast/* of one step, whose other metrics are known.
 
         Rows of a group answer one prompt, unless an episode's later rows have prompts of their own.
         """
@@ -87,7 +90,7 @@ class SpeedReport:
         return {**self.memory, **told}
 
     def log(self, seconds: Mapping[str, float], metrics: Mapping[str, float]) -> None:
-        """The step's phases against their floors, for the log file; advice, the same after a pause only."""
+        """Log the step's phases against their floors; advice, the same after a pause only."""
         logger.debug("%s", speed_line(seconds, metrics))
         advice = advise(seconds, metrics, self.settings)
         told = re.sub(r"[\d.,]+", "", advice or "")
@@ -98,7 +101,7 @@ class SpeedReport:
 
 
 def settings_of(config: PPOConfig, plan: BatchPlan) -> Settings:
-    """The choices of this run that advice speaks about."""
+    """Collect the choices of this run that advice speaks about."""
     rule = plan.roles[ACTOR].update
     budget = None if rule is None else rule.max_tokens
     return Settings(

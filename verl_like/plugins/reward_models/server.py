@@ -1,4 +1,4 @@
-"""The role of a reward model that writes text: an engine's own HTTP server beside the process, on its devices.
+"""Role of a reward model that writes text: an engine's own HTTP server beside the process, on its devices.
 
 The first rank of every tensor_model_parallel_size neighbours has one. It takes no part in calls between ranks: whoever
 grades asks it over HTTP, also while this process samples or trains.
@@ -35,7 +35,7 @@ ServerPlace = tuple[str, str]  # host:port, and what to call it in messages
 
 
 class RewardServer:
-    """One rank's part. ServerError, ValueError where its server does not start."""
+    """Server of one rank. Raises ServerError, ValueError where it does not start."""
 
     def __init__(self, spec: WorkerSpec, env: RankEnv) -> None:
         reward = spec.config.reward_model
@@ -81,7 +81,7 @@ class RewardServer:
             raise
 
     def where(self) -> ServerPlace | None:
-        """Where this rank's server is; None for a rank without one."""
+        """Return the place of this rank's server; None for a rank without one."""
         return self.place
 
     def shutdown(self) -> None:
@@ -92,7 +92,10 @@ class RewardServer:
 def server_command(
     rollout: RewardRolloutConfig, path: str, *, host: str, port: int, device: str, trust_remote_code: bool
 ) -> list[str]:
-    """What starts the server of `rollout.name`; it answers under the model's `path`. ValueError where it cannot run."""
+    """Command that starts the server of `rollout.name`, which answers under the model's `path`.
+
+    Raises ValueError where it cannot run.
+    """
     folder = local_folder(path)
     if rollout.name == "vllm":
         versions.version()
@@ -117,7 +120,10 @@ def server_command(
 
 
 def server_environment(device: str, cuda_devices: str | None) -> dict[str, str]:
-    """Variables of the server's process. cuda_devices: that it may see; None: as this process does."""
+    """Environment variables of the server's process.
+
+    cuda_devices: devices that it may see; None: as this process does.
+    """
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_NO_USAGE_STATS": "1"}
     if device == "cpu":
         return variables | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -169,7 +175,7 @@ def _longest(rollout: RewardRolloutConfig) -> int:
 
 
 def _arguments(options: Mapping[str, Any]) -> list[str]:
-    """--name value; true is a flag alone, false and null are left out, dictionaries are JSON."""
+    """Write options as --name value; true is a flag alone, false and null are left out, dictionaries are JSON."""
     words: list[str] = []
     for name, value in options.items():
         if value is not None and value is not False:

@@ -28,7 +28,7 @@ _engine_number = itertools.count()
 
 
 def set_environment(device: torch.device) -> None:
-    """Variables that vLLM reads when it is imported or started; what the user has set stays where it can."""
+    """Set the variables that vLLM reads when it is imported or started; what the user has set stays where it can."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -42,7 +42,7 @@ def set_environment(device: torch.device) -> None:
 
 
 def start(kwargs: dict[str, Any], *, device: torch.device, run_id: str) -> Any:
-    """A `vllm.LLM` on this rank. Unknown names in `kwargs` raise vLLM's own TypeError."""
+    """Start a `vllm.LLM` on this rank. Unknown names in `kwargs` raise vLLM's own TypeError."""
     from vllm import LLM  # pyright: ignore[reportAttributeAccessIssue]
 
     if device.type == "cpu":
@@ -66,8 +66,11 @@ def start(kwargs: dict[str, Any], *, device: torch.device, run_id: str) -> Any:
 
 
 def _look_at_dictionaries_alone() -> None:
-    """As it starts on a CPU, vLLM 0.32 looks for kernels in the attributes of all that is imported, and falls over
-    objects whose `__dict__` is none: llvmlite's, once numba is there, which its own n-gram proposals import."""
+    """Make vLLM's search for kernels skip objects without a dictionary.
+
+    As it starts on a CPU, vLLM 0.32 looks for kernels in the attributes of all that is imported, and falls over
+    objects whose `__dict__` is none: llvmlite's, once numba is there, which its own n-gram proposals import.
+    """
     try:
         from vllm.triton_utils import dispatcher
     except ImportError:  # 0.26 has no such search
@@ -82,7 +85,7 @@ def _look_at_dictionaries_alone() -> None:
 
 
 class _OwnDraws(TorchFunctionMode):
-    """In this thread alone, what would be drawn from the global generator is drawn from `own`."""
+    """Mode of this thread in which draws from the global generator come from `own`."""
 
     def __init__(self, own: torch.Generator) -> None:
         super().__init__()
@@ -152,8 +155,11 @@ def _draw_nothing_for_cut_prompts(llm: Any) -> None:
 
 
 def _expand_in_torch() -> None:
-    """On CPU vLLM 0.32 writes the temperatures of draft tokens into a copy, rounded to whole numbers, and throws it
-    away: drafts are then accepted by chance. Source: vllm/utils/cpu_triton_utils.py, _expand_kernel_impl."""
+    """Replace vLLM's expansion of draft temperatures on CPU by one in torch.
+
+    vLLM 0.32 writes the temperatures of draft tokens into a copy there, rounded to whole numbers, and throws it
+    away: drafts are then accepted by chance. Source: vllm/utils/cpu_triton_utils.py, _expand_kernel_impl.
+    """
     from vllm.v1.sample import rejection_sampler
 
     def expand(
@@ -167,8 +173,10 @@ def _expand_in_torch() -> None:
 
 
 def _do_not_compile_token_ranks() -> None:
-    """On CPU vLLM compiles one comparison (the rank of the sampled token) with a C++ compiler at the first request:
-    7 to 25 seconds, and an error where there is no compiler. Plain torch does the same at once."""
+    """Replace a comparison that vLLM compiles on CPU (the rank of the sampled token) by plain torch.
+
+    vLLM compiles it with a C++ compiler at the first request: 7 to 25 seconds, and an error where there is no compiler.
+    """
     from vllm.v1.sample import sampler
     from vllm.v1.sample.ops import logprobs
 
@@ -179,7 +187,7 @@ def _do_not_compile_token_ranks() -> None:
 
 
 def _executor_class(device: torch.device, run_id: str) -> type:
-    """vLLM's external launcher, told this process's GPU and a name for its shared memory that no other run has.
+    """Make vLLM's external launcher with this process's GPU and a name for its shared memory that no other run has.
 
     vLLM names shared memory after the part of the init method behind the last colon; with its own name ("//") the
     leftovers of a killed run make the next start fail.
@@ -197,8 +205,10 @@ def _executor_class(device: torch.device, run_id: str) -> type:
 
 
 def sampling_params(sampling: SamplingParams, *, seed: int | None, hot: bool = False) -> Any:
-    """vLLM's parameters of one request; the log-prob of the sampled token and of no other. hot: any temperature, where
-    vLLM takes 2 at most."""
+    """Make vLLM's parameters of one request; the log-prob of the sampled token and of no other.
+
+    hot: any temperature, where vLLM takes 2 at most.
+    """
     params = _params(
         max_tokens=sampling.max_tokens,
         min_tokens=sampling.min_tokens,
@@ -223,13 +233,13 @@ def sampling_params(sampling: SamplingParams, *, seed: int | None, hot: bool = F
 
 
 def scoring_params() -> Any:
-    """vLLM's parameters of a request for the log-prob of each prompt token, and of no other."""
+    """Make vLLM's parameters of a request for the log-prob of each prompt token, and of no other."""
     return _params(max_tokens=1, temperature=0.0, detokenize=False, prompt_logprobs=0)
 
 
 @functools.cache
 def _hot_params() -> Any:
-    """SamplingParams of any temperature: where they are checked, this one is 1 meanwhile."""
+    """Make SamplingParams of any temperature: where they are checked, this one is 1 meanwhile."""
     from vllm.sampling_params import SamplingParams
 
     class HotParams(SamplingParams):
@@ -257,8 +267,10 @@ def _params(*, hot: bool = False, **options: Any) -> Any:
 
 
 def log_probs_of(entries: Any, token_ids: Sequence[int]) -> list[float]:
-    """The log-probs of these tokens out of vLLM's FlatLogprobs, which hold one number for each and no other (the first
-    token of a prompt has none). RuntimeError if they are not of these tokens."""
+    """Read the log-probs of these tokens out of vLLM's FlatLogprobs. Raises RuntimeError if they are of other tokens.
+
+    FlatLogprobs hold one number for each token and no other (the first token of a prompt has none).
+    """
     if entries.token_ids != list(token_ids):
         raise RuntimeError(
             f"vLLM gave log-probs of {len(entries.token_ids)} tokens, not of the {len(token_ids)} asked for"
@@ -267,7 +279,7 @@ def log_probs_of(entries: Any, token_ids: Sequence[int]) -> list[float]:
 
 
 def refusals() -> tuple[type[Exception], ...]:
-    """What vLLM raises for a request it does not take: ValueError, and in later versions an error class of its own."""
+    """Exceptions that vLLM raises to refuse a request: ValueError, and in later versions a class of its own."""
     import vllm.exceptions as errors
 
     own = getattr(errors, "VLLMClientError", None)
@@ -285,9 +297,18 @@ def add_request(
     priority: int = 0,
     images: Sequence[PlacedImage] = (),
 ) -> None:
-    """Queue one request of token ids between two steps; `lora_request` names the adapter it uses.
+    """Queue one request of token ids between two steps.
 
-    place: of equal priorities, what has less is taken up earlier (vLLM's own clock differs between ranks).
+    Args:
+        llm: the vLLM engine.
+        request_id: name of the request.
+        prompt_ids: token ids of the prompt.
+        params: vLLM's sampling parameters.
+        place: among equal priorities, requests of a lower place are taken up earlier (vLLM's own clock differs between
+            ranks).
+        lora_request: names the adapter that the request uses.
+        priority: lower ones are taken up earlier.
+        images: images of the prompt.
     """
     from vllm import TokensPrompt  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -311,15 +332,17 @@ def sampled_so_far(llm: Any, request_id: str) -> tuple[list[int], list[float]]:
 
 
 def settle(llm: Any) -> None:
-    """Take in the step that asynchronous scheduling (vLLM's default on CUDA) has launched ahead and that nobody waits
-    for any more once the last request has ended: until then its cache blocks may count as used."""
+    """Take in the step that asynchronous scheduling (vLLM's default on CUDA) has launched ahead.
+
+    Nobody waits for that step any more once the last request has ended: until then its cache blocks may count as used.
+    """
     core = getattr(llm.llm_engine.engine_core, "engine_core", None)
     while getattr(core, "batch_queue", None):
         llm.llm_engine.step()
 
 
 def model_of(llm: Any) -> nn.Module:
-    """This rank's shard of the model."""
+    """Return this rank's shard of the model."""
     return llm.llm_engine.apply_model(lambda model: model)[0]
 
 
@@ -364,8 +387,10 @@ def reload(llm: Any, stream: Iterator[tuple[str, Tensor]]) -> None:
 
 
 def drop_caches(llm: Any) -> None:
-    """Drop everything computed with the old weights, also for requests under way: these begin again with a prefill of
-    prompt and tokens. RuntimeError if a cache could not be reset."""
+    """Drop everything computed with the old weights, also for requests under way. Raises RuntimeError if that fails.
+
+    Requests under way begin again with a prefill of prompt and tokens.
+    """
     if not llm.reset_prefix_cache(reset_running_requests=True):
         raise RuntimeError("vLLM did not reset its prefix cache: blocks are still in use")
     llm.llm_engine.reset_mm_cache()
@@ -374,7 +399,7 @@ def drop_caches(llm: Any) -> None:
 
 @contextmanager
 def others_aside(llm: Any) -> Iterator[None]:
-    """Steps inside leave the requests alone that are there now; those that run begin again afterwards.
+    """Set the requests aside that are there now: steps inside leave them alone; those under way begin again afterwards.
 
     Caches are dropped only where requests run: right after a load none does, and what is still cached must be seen.
     Source: vLLM 0.26 and 0.32, Scheduler.running and waiting.
@@ -392,8 +417,11 @@ def others_aside(llm: Any) -> Iterator[None]:
 
 
 def _forget_packed_experts(model: nn.Module) -> None:
-    """On CPU a mixture of experts computes with packed weights, and vLLM (0.32) packs them on the first load alone: a
-    later one would leave plain numbers where packed ones are read. Without its kernel a layer is set up as at first."""
+    """Drop the packed weights of experts on CPU before a reload.
+
+    vLLM (0.32) computes with packed weights there, and packs them on the first load alone: a later one would leave
+    plain numbers where packed ones are read. Without its kernel a layer is set up as at first.
+    """
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
         on_cpu = any(parameter.device.type == "cpu" for parameter in module.parameters(recurse=False))
@@ -414,8 +442,11 @@ def _finish_reload(llm: Any) -> None:
 
 
 def _repack_tied_heads(model: nn.Module) -> None:
-    """On CPU a linear layer computes with a packed copy of its weight, which vLLM makes anew for each layer that got
-    tensors. A head that shares the embedding's weight gets none: without this it keeps the copy of the old weights."""
+    """Pack tied heads anew on CPU after a load.
+
+    A linear layer computes with a packed copy of its weight there, which vLLM makes anew for each layer that got
+    tensors. A head that shares the embedding's weight gets none: without this it keeps the copy of the old weights.
+    """
     owner_of: dict[int, nn.Module] = {}
     for module in model.modules():
         weight = module._parameters.get("weight")
@@ -427,7 +458,7 @@ def _repack_tied_heads(model: nn.Module) -> None:
 
 
 def fused_parts(model: nn.Module) -> dict[str, list[str]]:
-    """Modules that hold several Hugging Face modules, e.g. qkv_proj: [q_proj, k_proj, v_proj]."""
+    """Map modules that hold several Hugging Face modules to these, e.g. qkv_proj: [q_proj, k_proj, v_proj]."""
     found: dict[str, list[str]] = {}
     for module in model.modules():  # of a vision-language model, the language model's own
         found |= getattr(module, "packed_modules_mapping", None) or {}
@@ -435,9 +466,11 @@ def fused_parts(model: nn.Module) -> dict[str, list[str]]:
 
 
 def stored_name(model: nn.Module, name: str, stored: Container[str]) -> str:
-    """The checkpoint's name of a parameter's, or its beginning: vLLM holds the language model of a vision-language
-    model in another place. Files of Qwen2-VL and Qwen2.5-VL have names of their own (transformers saves these too).
-    Source: hf_to_vllm_mapper of vLLM's Qwen-VL models."""
+    """Translate a parameter's name, or its beginning, to the checkpoint's.
+
+    vLLM holds the language model of a vision-language model in another place. Files of Qwen2-VL and Qwen2.5-VL have
+    names of their own (transformers saves these too). Source: hf_to_vllm_mapper of vLLM's Qwen-VL models.
+    """
     if not hasattr(model, "visual"):
         return name
     if name.startswith("language_model.lm_head."):
@@ -449,7 +482,7 @@ def stored_name(model: nn.Module, name: str, stored: Container[str]) -> str:
 
 
 def unpacked_linear(module: nn.Module) -> Tensor | None:
-    """The weight [outputs, inputs] that a linear layer on CPU computes with; None where there is no packed copy.
+    """Unpack the weight [outputs, inputs] that a linear layer on CPU computes with; None without a packed copy.
 
     The kernel's own format is opaque. What it makes of the identity is the weight, bit for bit: each output is one
     product with 1 and sums of 0 (only -0 becomes 0).
@@ -469,7 +502,7 @@ _IDENTITY_ROWS = 1024
 
 
 def unpacked_experts(module: nn.Module) -> tuple[Tensor, Tensor] | None:
-    """A layer's experts on CPU as they were before packing, gate and up in one, their width padded; None elsewhere."""
+    """Unpack a layer's experts on CPU: gate and up in one, and down, their width padded; None elsewhere."""
     packed: Any = module
     kernel = getattr(packed.quant_method, "moe_kernel", None)
     experts = getattr(kernel, "fused_experts", None)
@@ -480,7 +513,7 @@ def unpacked_experts(module: nn.Module) -> tuple[Tensor, Tensor] | None:
 
 
 def _unpacked(packed_EON: Tensor, isa: str) -> Tensor:
-    """The matrices of which vLLM's kernel has moved the numbers about."""
+    """Restore matrices whose numbers vLLM's kernel has moved about."""
     flat = packed_EON.flatten(1)
     plain = torch.empty_like(flat)
     plain[:, _packed_order(packed_EON.shape[1:], packed_EON.dtype, isa)] = flat
@@ -489,7 +522,7 @@ def _unpacked(packed_EON: Tensor, isa: str) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _packed_order(shape: torch.Size, dtype: torch.dtype, isa: str) -> Tensor:
-    """Where each number of a packed matrix comes from: numbered matrices, packed 15 bits at a time (no NaN)."""
+    """Find the origin of each number of a packed matrix: numbered matrices, packed 15 bits at a time (no NaN)."""
     from vllm._custom_ops import cpu_prepack_moe_weight
 
     with torch.inference_mode(False):
@@ -507,7 +540,7 @@ def block_size(llm: Any) -> int:
 
 
 def caches_prefixes(llm: Any) -> bool:
-    """Whether prompts may begin with cached blocks."""
+    """True where prompts may begin with cached blocks."""
     return bool(llm.llm_engine.vllm_config.cache_config.enable_prefix_caching)
 
 
@@ -531,12 +564,14 @@ def stop(llm: Any) -> None:
 
 
 def _nothing() -> None:
-    """In place of what vLLM does when its own process ends."""
+    """Do nothing, in place of what vLLM does when its own process ends."""
 
 
 def free() -> None:
-    """Give back what a stopped engine held, once nobody refers to it: vLLM keeps the model as long as the engine, and
-    its memory pool takes no second engine before."""
+    """Free what a stopped engine held, once nobody refers to it.
+
+    vLLM keeps the model as long as the engine, and its memory pool takes no second engine before.
+    """
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

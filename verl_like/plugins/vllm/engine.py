@@ -1,4 +1,4 @@
-"""vLLM in the worker's own process, driven request by request; tensor-parallel over neighbouring ranks.
+"""Engine of vLLM in the worker's own process, driven request by request; tensor-parallel over neighbouring ranks.
 
 Starts with dummy weights and refuses to generate until `load_weights` succeeded. What depends on vLLM's version is in
 compat.py.
@@ -46,7 +46,7 @@ _CACHED_BLOCKS = 3  # of the KV cache, in the prompt that finds out whether it w
 
 
 class VLLMRolloutEngine(SteppedRolloutEngine):
-    """One rank of a vLLM replica. See RolloutEngine."""
+    """Rank of a vLLM replica. See RolloutEngine."""
 
     def __init__(self, spec: EngineSpec) -> None:
         rollout, model, process = spec.rollout, spec.model, spec.process
@@ -86,7 +86,10 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
         self._add(dataclasses.replace(request, seed=self._seed_of(request)))
 
     def _add(self, request: GenerationRequest, cached_tokens: int | None = None) -> None:
-        """A hot first token is a request of its own, after which the rest goes on as if it were resumed."""
+        """Add a request to vLLM.
+
+        A hot first token is a request of its own, after which the rest goes on as if it were resumed.
+        """
         assert request.seed is not None
         sampling, seed, hot = request.sampling, request.seed, request.hot_start
         begun = request.resume.token_ids.tolist()
@@ -168,7 +171,7 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
     def _base_weights(
         self, stream: Iterator[tuple[str, Tensor]], adapters: dict[str, Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
-        """The weights that vLLM's loader takes; what belongs to adapters is put aside."""
+        """Yield the weights that vLLM's loader takes; those of adapters are put into `adapters`."""
         for name, tensor in stream:
             if self.keeps_adapters and is_adapter(name):
                 adapters[name] = tensor
@@ -176,7 +179,10 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
                 yield name, tensor
 
     def weight_checksums(self, shapes: Mapping[str, torch.Size]) -> list[tuple[str, int]]:
-        """See RolloutEngine. Left out: stacked experts on CUDA, whose kernels may have moved numbers about."""
+        """Compute checksums; see RolloutEngine.
+
+        Left out are stacked experts on CUDA, whose kernels may have moved numbers about.
+        """
         layout = Layout(dict(shapes), rank=self._rank_in_replica, size=self._tp)
         parts = held_by(self._model, layout, compat)
         if self.keeps_adapters:
@@ -192,7 +198,7 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
             return sketches(held_by(self._model, layout, compat, quantised=True), layout, group)
 
     def _cached_tokens(self) -> int:
-        """What the cache has of one long prompt, the same at every call; a sleeping cache holds nothing."""
+        """Count the cached tokens of one long prompt, the same at every call; a sleeping cache holds none."""
         block = compat.block_size(self._llm)
         length = min(_CACHED_BLOCKS * block + 1, self.max_model_len - 1)
         if self._asleep or not compat.caches_prefixes(self._llm) or length <= block:
@@ -217,7 +223,7 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """No request but those added here: what is under way in a paused engine stays as it is, and loses its cache."""
+        """Run the requests added here alone: those under way in a paused engine stay, and lose their cache."""
         if not self._running:
             yield
             return
@@ -236,14 +242,14 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
         compat.add_request(self._llm, name, token_ids, params, place=place, lora_request=self._lora_request)
 
     def _drain(self, count: int) -> list[Any]:
-        """Outputs of the engine's own requests."""
+        """Collect outputs of the engine's own requests."""
         outputs: list[Any] = []
         while len(outputs) < count:
             outputs += [output for output in self._llm.llm_engine.step() if output.finished]
         return outputs
 
     def sleep(self, discard: bool = False) -> None:
-        """See RolloutEngine. Without CUDA or free_cache_engine the memory stays."""
+        """Give memory back; see RolloutEngine. Without CUDA or free_cache_engine the memory stays."""
         super().sleep(discard=discard)
         if self._sleep_mode and not self._asleep:
             with self._exclusive():
@@ -274,7 +280,10 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
             compat.free()
 
     def _wake_to_die(self) -> None:
-        """vLLM cannot free memory that sleeps: it reports CUDA errors, and this process could start no other engine."""
+        """Wake before shutdown, because vLLM cannot free memory that sleeps.
+
+        It reports CUDA errors then, and this process could start no other engine.
+        """
         try:
             self._wake(*_SLEEPERS)
         except Exception:
@@ -297,15 +306,18 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """A request in vLLM. versions: (tokens sampled before, version of the weights since). cached_tokens: of the prompt,
-    if its first token was a request of its own."""
+    """Request in vLLM.
+
+    versions: (tokens sampled before, version of the weights since).
+    cached_tokens: of the prompt, if its first token was a request of its own.
+    """
 
     request: GenerationRequest
     versions: list[tuple[int, int]]
     cached_tokens: int | None = None
 
     def all_of(self, token_ids: list[int], log_probs: list[float]) -> Sampled:
-        """What it resumed from, and what vLLM has sampled."""
+        """Join the tokens that the request resumed from and those that vLLM has sampled."""
         counts = [first for first, _ in self.versions[1:]] + [len(token_ids)]
         versions = np.repeat([v for _, v in self.versions], np.diff([0, *counts]))
         new = Sampled.of(token_ids, log_probs, versions.tolist())
@@ -313,7 +325,7 @@ class _Running:
 
 
 def _rest_of(request: GenerationRequest) -> SamplingParams:
-    """The sampling of a response that is begun already: to vLLM, the beginning is part of the prompt."""
+    """Sampling parameters of a response that is begun already: to vLLM, the beginning is part of the prompt."""
     sampling, done = request.sampling, len(request.resume)
     if sampling.presence_penalty or sampling.frequency_penalty or sampling.bad_words or sampling.stop:
         what, fix = "resumes a response", "sample it anew"
@@ -336,7 +348,17 @@ def engine_arguments(
     sleep_mode: bool,
     tokenizer: str = "",
 ) -> dict[str, Any]:
-    """Arguments of `vllm.LLM`; `rollout.engine_kwargs.vllm` goes on top as it is (null values are left out)."""
+    """Build the arguments of `vllm.LLM`; `rollout.engine_kwargs.vllm` goes on top as it is (null values are left out).
+
+    Args:
+        rollout: rollout section of the configuration.
+        model: model section.
+        dtype: precision of the weights.
+        max_model_len: most tokens of prompt + response.
+        seed: seed of the engine.
+        sleep_mode: vLLM can give its memory back.
+        tokenizer: folder or name, where vLLM reads texts; empty: none.
+    """
     kwargs: dict[str, Any] = {
         "model": local_folder(model.path),
         "skip_tokenizer_init": not reads_text(rollout),  # texts that end a response are all that is read

@@ -1,4 +1,4 @@
-"""vLLM with one LoRA adapter that all requests use, filled from tensors in memory.
+"""Adapter of LoRA in vLLM: one that all requests use, filled from tensors in memory.
 
 vLLM itself reads adapters from folders. Its worker keeps a manager (vllm.lora.*) that takes tensors just as well, and
 the worker lives in this process. B comes with its scale multiplied in, so that the engine holds what was sent.
@@ -34,15 +34,17 @@ def engine_options(rank: int) -> dict[str, Any]:
 
 
 def request() -> Any:
-    """What makes a request use the adapter."""
+    """Make the object with which a request uses the adapter."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(_NAME, _ID, "in memory")
 
 
 def let_base_weights_in(llm: Any) -> None:
-    """A layer with an adapter takes its own weights under their old names, as vLLM's does in later versions; that of
-    vLLM 0.26 finds no parameter of that name."""
+    """Let layers with an adapter take their own weights under their old names, as later versions of vLLM do.
+
+    Such a layer of vLLM 0.26 finds no parameter of that name.
+    """
     for module in _manager(llm).modules.values():
         if not callable(getattr(module, "load_weights", None)):
             module.load_weights = partial(_load_base, module)
@@ -57,7 +59,10 @@ def _load_base(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iter
 
 
 def put(llm: Any, tensors: dict[str, Tensor]) -> None:
-    """Make `tensors` the whole adapter; the engine must be idle. WeightLoadError when vLLM would leave some out."""
+    """Make `tensors` the whole adapter; the engine must be idle.
+
+    Raises WeightLoadError when vLLM would leave some out.
+    """
     modules = {name.removesuffix(_A).removesuffix(_B) for name in tensors if is_adapter(name)}
     incomplete = [name for name in sorted(modules) if f"{name}{_A}" not in tensors or f"{name}{_B}" not in tensors]
     strangers = sorted(name for name in tensors if not is_adapter(name))
@@ -78,7 +83,7 @@ def put(llm: Any, tensors: dict[str, Tensor]) -> None:
 
 
 def held(llm: Any, fused: dict[str, list[str]], layout: Layout) -> Iterator[Held]:
-    """This rank's part of the adapter, as the engine computes with it."""
+    """Yield this rank's part of the adapter, as the engine computes with it."""
     for path, module in _manager(llm).modules.items():
         parent, _, leaf = path.rpartition(".")
         parts = [f"{parent}.{part}" for part in fused.get(leaf, [])] or [path]
@@ -94,7 +99,10 @@ def held(llm: Any, fused: dict[str, list[str]], layout: Layout) -> Iterator[Held
 
 
 def compute_directly(llm: Any) -> None:
-    """On CPU vLLM copies A and B once for each token of a step. Every token here uses the one adapter: two products."""
+    """Compute adapters on CPU by two products: every token here uses the one adapter.
+
+    vLLM copies A and B once for each token of a step.
+    """
     for punica in _manager(llm).punica_wrapper_mapping.values():
         punica.add_lora_linear = _add_lora_linear
 
@@ -108,7 +116,7 @@ def _add_lora_linear(
     output_slices: tuple[int, ...],
     **unused: Any,
 ) -> None:
-    """y += scale (x A^T) B^T, each slice of y with its own adapter, in place."""
+    """Add scale (x A^T) B^T to y, each slice of y with its own adapter, in place."""
     start = 0
     for a, b, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
         y[:, start : start + width].addmm_(x @ a[0, 0].T, b[0, 0].T, alpha=scale)
@@ -137,5 +145,5 @@ def _adapter(model: nn.Module, tensors: dict[str, Tensor]) -> Any:
 
 
 def _manager(llm: Any) -> Any:
-    """The worker's own manager of adapters."""
+    """Return the worker's own manager of adapters."""
     return llm.collective_rpc(lambda worker: worker.model_runner.lora_manager._adapter_manager)[0]

