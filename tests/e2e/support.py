@@ -10,13 +10,14 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from tests.worlds.processes import run_module
 
 ROOT = Path(__file__).resolve().parents[2]
 # Begins of the names of metrics that two equal runs need not have in common.
@@ -81,15 +82,7 @@ def overrides(task: dict[str, str], model: Path, out: Path, **settings: Any) -> 
 
 def main_ppo(arguments: Sequence[str], timeout: float = 240) -> subprocess.CompletedProcess[str]:
     """`python -m verl_like.trainer.main_ppo` as a user runs it; output and errors in one text."""
-    return subprocess.run(
-        [sys.executable, "-m", "verl_like.trainer.main_ppo", *arguments],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
-    )
+    return run_module("verl_like.trainer.main_ppo", arguments, joined=True, timeout=timeout, OMP_NUM_THREADS="1")
 
 
 def metrics_of(out: Path) -> list[dict[str, Any]]:
