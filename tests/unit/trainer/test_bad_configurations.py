@@ -177,7 +177,7 @@ def test_an_engine_that_is_not_installed(
     engine: str, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr(start_checks.compat, "installed", lambda: None)
+    monkeypatch.setattr("verl_like.plugins.sglang.compat.installed", lambda: None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else find_spec(name))
     text = refusal(bad.Bad(f"{bad.ROLLOUT}.name", engine), tmp_path, tiny_model)
     assert f"rollout.name={engine}: " in text and "installed" in text and "pip install" in text
