@@ -23,7 +23,7 @@ from verl_like.config.errors import ConfigError
 from verl_like.observe.logs import told_in_a_line
 from verl_like.rollout.rollout_engine import SamplingParams
 from verl_like.rollout.sampling import require_tokens_left
-from verl_like.trainer import build, start_checks
+from verl_like.trainer import build
 from verl_like.trainer.compose import compose, compose_with_warnings
 from verl_like.trainer.folders import check_output_folders
 from verl_like.trainer.resume import find_resume
