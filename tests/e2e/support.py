@@ -83,8 +83,19 @@ def overrides(task: dict[str, str], model: Path, out: Path, **settings: Any) -> 
 
 
 def main_ppo(arguments: Sequence[str], timeout: float = 240) -> subprocess.CompletedProcess[str]:
-    """`python -m verl_like.trainer.main_ppo` as a user runs it; output and errors in one text."""
-    return run_module("verl_like.trainer.main_ppo", arguments, joined=True, timeout=timeout, OMP_NUM_THREADS="1")
+    """`python -m verl_like.trainer.main_ppo` as a user runs it (on Ray: in a Python that is no fork); all it says."""
+    module, env = "verl_like.trainer.main_ppo", {"OMP_NUM_THREADS": "1"}
+    if "trainer.launcher=ray" not in arguments:
+        return run_module(module, arguments, joined=True, timeout=timeout, **env)
+    return subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        cwd=ROOT,
+        env=os.environ | env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+    )
 
 
 def run_script(script: Path, *arguments: str, timeout: float, **env: str) -> subprocess.CompletedProcess[str]:
