@@ -83,7 +83,7 @@ def overrides(task: dict[str, str], model: Path, out: Path, **settings: Any) -> 
 
 
 def main_ppo(arguments: Sequence[str], timeout: float = 240) -> subprocess.CompletedProcess[str]:
-    """`python -m verl_like.trainer.main_ppo` as a user runs it (with Ray or vLLM: in a Python that is no fork); all it says."""
+    """`python -m verl_like.trainer.main_ppo` as a user runs it; all it says. With Ray or vLLM it is no fork."""
     module, env = "verl_like.trainer.main_ppo", {"OMP_NUM_THREADS": "1"}
     if {"trainer.launcher=local", "actor_rollout_ref.rollout.name=hf"} <= set(arguments):
         return run_module(module, arguments, joined=True, timeout=timeout, **env)
