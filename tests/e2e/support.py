@@ -11,12 +11,15 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from tests.worlds.processes import run_module
 
 ROOT = Path(__file__).resolve().parents[2]
 # Begins of the names of metrics that two equal runs need not have in common.
@@ -80,16 +83,37 @@ def overrides(task: dict[str, str], model: Path, out: Path, **settings: Any) -> 
 
 
 def main_ppo(arguments: Sequence[str], timeout: float = 240) -> subprocess.CompletedProcess[str]:
-    """`python -m verl_like.trainer.main_ppo` as a user runs it; output and errors in one text."""
+    """`python -m verl_like.trainer.main_ppo` as a user runs it; all it says. With Ray or vLLM it is no fork."""
+    module, env = "verl_like.trainer.main_ppo", {"OMP_NUM_THREADS": "1"}
+    if {"trainer.launcher=local", "actor_rollout_ref.rollout.name=hf"} <= set(arguments):
+        return run_module(module, arguments, joined=True, timeout=timeout, **env)
     return subprocess.run(
-        [sys.executable, "-m", "verl_like.trainer.main_ppo", *arguments],
+        [sys.executable, "-m", module, *arguments],
         cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=timeout,
     )
+
+
+def run_script(script: Path, *arguments: str, timeout: float, **env: str) -> subprocess.CompletedProcess[str]:
+    """A recipe's run.sh whose programs run as in main_ppo(): the shell is given a PYTHON that notes its command lines.
+
+    Programs named by a file ("$HERE/prepare.py") run at once, in a Python of their own."""
+    with tempfile.TemporaryDirectory() as folder:
+        noted, python = Path(folder) / "noted", Path(folder) / "python"
+        python.write_text(
+            f"""#!/bin/sh\n[ "$1" = -m ] || exec {sys.executable} "$@"\nprintf '%s\\0' "$@" > {noted}\n"""
+        )
+        python.chmod(0o700)
+        environment = {**os.environ, **env, "PYTHON": str(python), "OMP_NUM_THREADS": "1"}
+        shell = ["bash", str(script), *arguments]
+        done = subprocess.run(shell, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+        assert done.returncode == 0, done.stdout + done.stderr
+        _, module, *words = noted.read_text().removesuffix("\0").split("\0")
+    return run_module(module, words, joined=True, timeout=timeout, OMP_NUM_THREADS="1", **env)
 
 
 def metrics_of(out: Path) -> list[dict[str, Any]]:

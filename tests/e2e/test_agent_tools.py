@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-from support import MEASURED, ROOT, metrics_of
+from support import MEASURED, ROOT, metrics_of, run_script
 
 RECIPE = ROOT / "recipes" / "agent_tools"
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
@@ -90,17 +88,9 @@ def train(folder: Path, out: Path, *arguments: str, timeout: float = 300) -> lis
     line = (RECIPE / "run.sh").read_text().replace('"$PYTHON" "$HERE/prepare.py"', 'true "$HERE"')
     script = folder / "run.sh"
     script.write_text(line.replace('HERE=$(cd "$(dirname "$0")" && pwd)', f"HERE={RECIPE}"))
-    settings = ("trainer.launcher=local", "trainer.n_gpus_per_node=1", f"trainer.default_local_dir={out}", *arguments)
-    environment = {"PYTHON": sys.executable, "OUT": str(folder), "ROLLOUT": "hf", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        ["bash", str(script), *settings],
-        env=os.environ | environment,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
-    )
+    own = ("trainer.launcher=local", "trainer.n_gpus_per_node=1", "trainer.report_freq=-1")
+    settings = (*own, f"trainer.default_local_dir={out}", *arguments)
+    run = run_script(script, *settings, timeout=timeout, OUT=str(folder), ROLLOUT="hf")
     assert run.returncode == 0, run.stdout
     return metrics_of(out)
 

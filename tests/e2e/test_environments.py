@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from support import ROOT, main_ppo, metrics_of, overrides, write_task
+from support import ROOT, main_ppo, metrics_of, overrides, run_script, write_task
 
 RECIPE = ROOT / "recipes" / "frozen_lake"
 PROGRAM = """
@@ -50,15 +48,8 @@ def train(folder: Path, out: Path, *arguments: str, timeout: float = 200) -> lis
     line = (RECIPE / "run.sh").read_text().replace('"$PYTHON" "$HERE/prepare.py"', 'true "$HERE"')
     script = folder / "run.sh"
     script.write_text(line.replace('HERE=$(cd "$(dirname "$0")" && pwd)', f"HERE={RECIPE}"))
-    run = subprocess.run(
-        ["bash", str(script), f"trainer.default_local_dir={out}", "trainer.report_freq=-1", *arguments],
-        env=os.environ | {"PYTHON": sys.executable, "OUT": str(folder), "OMP_NUM_THREADS": "1"},
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
-    )
+    own = (f"trainer.default_local_dir={out}", "trainer.report_freq=-1")
+    run = run_script(script, *own, *arguments, timeout=timeout, OUT=str(folder))
     assert run.returncode == 0, run.stdout
     return metrics_of(out)
 

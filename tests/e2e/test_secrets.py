@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support import ROOT, overrides, write_task
+from support import overrides, write_task
 
 import verl_like
+from tests.worlds.processes import run_module
 from verl_like.config.errors import ConfigError
 from verl_like.trainer.compose import compose
 
@@ -50,15 +48,7 @@ def test_nothing_that_a_run_writes_holds_a_secret(tmp_path: Path, tiny_model: Pa
     }
     command = overrides(task, tiny_model, tmp_path / "out", **settings)
     command += [f"++{key}='{value}'" if "kwargs" in key else f"{key}={value}" for key, value in IN_CONFIG.items()]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | IN_ENVIRONMENT
-    ran = subprocess.run(
-        [sys.executable, "-m", "verl_like.trainer.main_ppo", *command],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    ran = run_module("verl_like.trainer.main_ppo", command, OMP_NUM_THREADS="1", **IN_ENVIRONMENT)
     assert ran.returncode == 0, ran.stderr
     files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
     holding = [(path.name, word) for path in files for word in (b"planted-",) if word in path.read_bytes()]

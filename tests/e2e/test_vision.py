@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import ROOT, metrics_of
+from support import ROOT, metrics_of, run_script
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from verl_like.cli.main import main
@@ -22,15 +20,8 @@ RECIPE = ROOT / "recipes" / "vision"
 
 def run(folder: Path, out: Path, *arguments: str, timeout: float, **variables: str) -> list[dict[str, Any]]:
     """The recipe's script; the metrics."""
-    done = subprocess.run(
-        ["bash", str(RECIPE / "run.sh"), f"trainer.default_local_dir={out}", "trainer.report_freq=-1", *arguments],
-        env=os.environ | {"PYTHON": sys.executable, "OUT": str(folder), "OMP_NUM_THREADS": "1"} | variables,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
-    )
+    own = (f"trainer.default_local_dir={out}", "trainer.report_freq=-1")
+    done = run_script(RECIPE / "run.sh", *own, *arguments, timeout=timeout, OUT=str(folder), **variables)
     assert done.returncode == 0, done.stdout
     return metrics_of(out)
 

@@ -29,12 +29,6 @@ CONTENTS = ["model", "optimizer", "extra"]
 
 
 @pytest.fixture(scope="module")
-def process() -> Iterator[ProcessInfo]:
-    yield tiny.single_process()
-    shutdown_distributed()
-
-
-@pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory, process: ProcessInfo) -> str:
     """A folder with weights: a run starts from a trained model."""
     return tiny.trained_folder(tmp_path_factory.mktemp("model"), process)

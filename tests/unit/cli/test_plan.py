@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.support import ROOT, overrides, write_task
+from tests.worlds.processes import run_module
 from verl_like.cli.main import main
 from verl_like.kit.forecast import memory
 from verl_like.kit.forecast.memory import Machine
@@ -95,7 +96,6 @@ def test_a_plan_on_a_command_line_ends_with_all_that_it_says_and_status_0(
 ) -> None:
     """It leaves without the interpreter's own end: nothing that stands in a buffer may be lost, nobody may be left."""
     argv = overrides(task, tiny_model, tmp_path / "out", trainer__launcher="ray", trainer__save_freq=2)
-    command = [sys.executable, "-m", "verl_like.cli", "plan", *argv]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    done = run_module("verl_like.cli", ["plan", *argv], timeout=200)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("This can run. Nothing was started but the graders, and nothing was written.\n")

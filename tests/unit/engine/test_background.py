@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,20 +11,9 @@ from tests.unit.engine import tiny
 from tests.unit.engine.tiny import PolicyLoss, build_engine, denominators, experience, weights
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.engine.state import BackgroundWriter
-from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
+from verl_like.parallel.dist import ProcessInfo
 
 CONTENTS = ["model", "optimizer", "extra"]
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[ProcessInfo]:
-    yield tiny.single_process()
-    shutdown_distributed()
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny.model_folder(tmp_path_factory.mktemp("model"))
 
 
 def step(engine: FSDPEngine, seed: int) -> None:

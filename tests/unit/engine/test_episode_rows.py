@@ -6,8 +6,6 @@ begin with in common is computed once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -27,17 +25,11 @@ from verl_like.episodes.episode import Episode, Turn
 from verl_like.episodes.rows import assemble_rollouts, episode_of_rows
 from verl_like.models import packing
 from verl_like.models.shared_prompts import shared_prefixes
-from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
+from verl_like.parallel.dist import ProcessInfo
 from verl_like.rollout.rollout_engine import Sampled
 
 TURNS, GROUPS, N = 5, 2, 3
 WHOLE = MicroBatchRule(max_tokens=10_000)
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[ProcessInfo]:
-    yield tiny.single_process()
-    shutdown_distributed()
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,7 @@ from tests.unit.engine.tiny import PolicyLoss, build_engine, denominators, exper
 from tests.unit.models import zoo
 from verl_like.engine.expert_load import load_metrics
 from verl_like.engine.fsdp import FSDPEngine
-from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[ProcessInfo]:
-    yield tiny.single_process()
-    shutdown_distributed()
+from verl_like.parallel.dist import ProcessInfo
 
 
 def test_by_hand() -> None:

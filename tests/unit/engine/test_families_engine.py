@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from tests.unit.rollout.tiny import build_for
 from verl_like.config import ModelConfig, OptimConfig, RolloutConfig
 from verl_like.models import families
 from verl_like.models.loading import load_hf_config
-from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
+from verl_like.parallel.dist import ProcessInfo
 from verl_like.rollout.rollout_engine import GenerationRequest, SamplingParams
 from verl_like.weight_sync.sync import WeightSync
 
@@ -27,12 +26,6 @@ WIDE = moe_scenarios.OFTEN
 REST = [name for name in moe_scenarios.FAMILIES if name not in WIDE]
 LOAD = {"moe_max_load", "moe_load_entropy", "moe_idle_experts"}
 MIXTURES = [name for name in WIDE if "experts" in families.FAMILIES[name].kind]
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[ProcessInfo]:
-    yield tiny.single_process()
-    shutdown_distributed()
 
 
 @pytest.fixture(scope="module")

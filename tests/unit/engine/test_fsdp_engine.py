@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +18,7 @@ from verl_like.config.fsdp import FSDPConfig
 from verl_like.config.model import FusedKernelConfig
 from verl_like.config.optim import OptimConfig
 from verl_like.engine.fsdp import FSDPEngine
-from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[ProcessInfo]:
-    yield tiny.single_process()
-    shutdown_distributed()
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny.model_folder(tmp_path_factory.mktemp("model"))
+from verl_like.parallel.dist import ProcessInfo
 
 
 def step(engine: FSDPEngine, batch: Experience, **settings: Any) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from tests.unit.engine.scenarios import RULE, gradients
 from verl_like.batch import Denominators, Experience, Metric
 from verl_like.config.batch_plan import MicroBatchRule
 from verl_like.engine.fsdp import FSDPEngine
-from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
+from verl_like.parallel.dist import ProcessInfo
 
 WANT = frozenset({"full_kl"})
 FUSED = {"use_remove_padding": True, "use_fused_kernels": True}
@@ -32,12 +31,6 @@ class KLLoss:
     ) -> tuple[Tensor, dict[str, Metric]]:
         loss = (outputs["full_kl"] * experience.response_mask_BR).sum() / denominators.num_tokens
         return loss, {"kl": Metric(value=loss.item(), reduction="sum")}
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[ProcessInfo]:
-    yield tiny.single_process()
-    shutdown_distributed()
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +14,9 @@ from tests.unit.engine.tiny import PolicyLoss, build_engine, denominators, exper
 from verl_like.config import FSDPConfig, OptimConfig
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.engine.optim import BLOCK, LeanAdamW, dequantise, quantise, stochastic_round
-from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
+from verl_like.parallel.dist import ProcessInfo
 
 LEAN = ["adamw_bf16", "adamw_8bit"]
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[ProcessInfo]:
-    yield tiny.single_process()
-    shutdown_distributed()
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny.model_folder(tmp_path_factory.mktemp("model"))
 
 
 def noise(seed: int = 0) -> torch.Generator:

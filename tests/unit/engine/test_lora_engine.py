@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +18,12 @@ from tests.unit.rollout.tiny import build_for
 from verl_like.config import ModelConfig, OptimConfig, RolloutConfig
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.parallel.checksum import checksum
-from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
+from verl_like.parallel.dist import ProcessInfo
 from verl_like.weight_sync.sync import WeightSync, WeightSyncError
 
 LORA = {"lora_rank": 4, "lora_alpha": 8}
 WANT = frozenset({"log_probs"})
 CONTENTS = ["model", "optimizer", "extra"]
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[ProcessInfo]:
-    yield tiny.single_process()
-    shutdown_distributed()
 
 
 @pytest.fixture(scope="module")

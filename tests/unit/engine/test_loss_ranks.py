@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +12,11 @@ from tests.unit.engine import loss_scenarios as losses
 from tests.unit.engine import scenarios, tiny
 from tests.unit.engine.tiny import build_engine
 from verl_like.batch import Metric, merge_metrics
-from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
+from verl_like.parallel.dist import ProcessInfo
 from verl_like.parallel.fsdp import gather
 
 NAMES = [combination.actor.policy_loss.loss_mode for combination in losses.chosen()]
 PLAIN = {"use_remove_padding": False, "use_fused_kernels": False}
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[ProcessInfo]:
-    yield tiny.single_process()
-    shutdown_distributed()
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny.model_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +11,9 @@ import torch
 
 from tests.unit.engine import scenarios, tiny
 from tests.unit.engine.tiny import assert_same, build_engine, weights
-from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
+from verl_like.parallel.dist import ProcessInfo
 
 ALL = ["model", "optimizer", "extra"]
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[ProcessInfo]:
-    yield tiny.single_process()
-    shutdown_distributed()
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny.model_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,21 +15,10 @@ from tests.unit.engine.tiny import PolicyLoss, build_engine, denominators, exper
 from verl_like.checkpoint.checksums import collect, find_faults
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.engine.state import save_sharded
-from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
+from verl_like.parallel.dist import ProcessInfo
 from verl_like.parallel.sharding import local_tensor
 
 ALL = ["model", "optimizer", "extra"]
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[ProcessInfo]:
-    yield tiny.single_process()
-    shutdown_distributed()
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny.model_folder(tmp_path_factory.mktemp("model"))
 
 
 def stepped(process: ProcessInfo, path: str) -> FSDPEngine:

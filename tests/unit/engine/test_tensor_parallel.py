@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from tests.unit.engine import tensor_scenarios as scenarios
 from tests.unit.engine import tiny
 from tests.unit.engine.test_ranks import assert_same
 from tests.unit.models import zoo
-from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
+from verl_like.parallel.dist import ProcessInfo
 
 PLANNED = (
     *("qwen3", "llama", "ministral3", "gemma", "cohere", "olmo", "olmo2", "smollm3", "phi", "phi3", "granite", "glm"),
@@ -21,12 +20,6 @@ PLANNED = (
     *("gemma3_text", "vaultgemma", "cohere2", "olmo3", "exaone4", "qwen2_moe"),
 )
 FAMILIES = ("qwen2", "qwen3", "llama", "phi3")
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[ProcessInfo]:
-    yield tiny.single_process()
-    shutdown_distributed()
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,7 @@ from safetensors.torch import load_file
 from tests.unit.engine import tiny, vision_scenarios
 from tests.unit.engine.tiny import assert_same
 from tests.unit.models import tiny_vision
-from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[ProcessInfo]:
-    yield tiny.single_process()
-    shutdown_distributed()
+from verl_like.parallel.dist import ProcessInfo
 
 
 @pytest.fixture(scope="module")

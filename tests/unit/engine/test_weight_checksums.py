@@ -13,15 +13,9 @@ from tests.unit.engine import tiny
 from tests.unit.models import zoo
 from verl_like.models.lora import LoRALinear
 from verl_like.parallel.checksum import checksum
-from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
+from verl_like.parallel.dist import ProcessInfo
 
 LORA = {"lora_rank": 6, "lora_alpha": 10}  # alpha / rank is no power of two
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[ProcessInfo]:
-    yield tiny.single_process()
-    shutdown_distributed()
 
 
 def with_adapters(engine: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from tests.worlds.processes import START_METHOD
 from verl_like.batch import Denominators, Experience, Metric, pad_rows
 from verl_like.config.batch_plan import MicroBatchRule
 from verl_like.config.fsdp import FSDPConfig
@@ -179,13 +181,21 @@ def single_process() -> ProcessInfo:
 def spawn_ranks(world_size: int, function: Callable[..., Any], folder: Path, *args: Any) -> list[Any]:
     """function(process, *args) on every rank of a gloo group; what each returned."""
     folder.mkdir(parents=True, exist_ok=True)
-    mp.spawn(_rank_main, (world_size, free_port(), function, str(folder), args), nprocs=world_size)
+    about = (world_size, free_port(), function, str(folder), args)
+    mp.start_processes(_rank_main, (dict(os.environ), *about), nprocs=world_size, start_method=START_METHOD)
     return [torch.load(folder / f"result_{rank}.pt", weights_only=False) for rank in range(world_size)]
 
 
 def _rank_main(
-    rank: int, world_size: int, port: int, function: Callable[..., Any], folder: str, args: tuple[Any, ...]
+    rank: int,
+    environment: dict[str, str],
+    world_size: int,
+    port: int,
+    function: Callable[..., Any],
+    folder: str,
+    args: tuple[Any, ...],
 ) -> None:
+    os.environ.update(environment)
     torch.set_num_threads(1)
     process = init_distributed(rank, world_size, rank, world_size, "127.0.0.1", port, "cpu", 300.0)
     torch.save(function(process, *args), Path(folder) / f"result_{rank}.pt")

@@ -86,10 +86,11 @@ def compare_selective(folder: str) -> None:
 
 
 @has_liger
-@pytest.mark.parametrize("name", ["compare", "compare_selective"])
-def test_kernels_equal_transformers(tmp_path: Path, name: str) -> None:
-    code = f"from tests.unit.models.test_liger import {name}; {name}({str(tmp_path)!r})"
-    run_interpreted(code, timeout_s=240)
+def test_kernels_equal_transformers(tmp_path: Path) -> None:
+    """All layers at once, and selected ones."""
+    code = "from tests.unit.models.test_liger import compare, compare_selective; "
+    code += f"compare({str(tmp_path / 'all')!r}); compare_selective({str(tmp_path / 'selective')!r})"
+    run_interpreted(code, timeout_s=280)
 
 
 @pytest.mark.parametrize(

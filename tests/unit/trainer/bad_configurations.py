@@ -59,6 +59,7 @@ def sound(folder: Path, model: Path) -> dict[str, str]:
     for name, content in (("bytes", b"a\xff"), ("bytes.yaml", b"a\xff"), ("nothing", b""), ("open.yaml", b"a: [1")):
         (folder / name).write_bytes(content)
     return {
+        f"{ROLLOUT}.agent.num_workers": "1",  # each is a Python that starts
         "data.train_files": "{train}",
         "data.val_files": "[]",
         "data.train_batch_size": "4",
@@ -106,8 +107,7 @@ _RAY = {"trainer.launcher": "ray"}
 _LORA = {f"{MODEL}.lora_rank": "2"}
 _VALIDATED = {"data.val_files": "{train}"}
 _VLLM = {f"{ROLLOUT}.name": "vllm"}
-_ONE_WORKER = {f"{ROLLOUT}.agent.num_workers": "1"}
-_PROGRAM = {**_ONE_WORKER, f"{ROLLOUT}.gateway.path": "{folder}/reward.py:run"}
+_PROGRAM = {f"{ROLLOUT}.gateway.path": "{folder}/reward.py:run"}
 _CLASSES = f"{ACTOR}.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap"
 
 CONTRADICTIONS = (
@@ -202,8 +202,8 @@ CONTRADICTIONS = (
     Bad("reward_model.judge.url", "127.0.0.1:9", _NO_GRADER),
     Bad("reward_model.sandbox_fusion.url", CLOSED),
     Bad(f"{ROLLOUT}.gateway.host", "nowhere.invalid", _PROGRAM),
-    Bad(f"{ROLLOUT}.gateway.command", "/nowhere/program --fast", _ONE_WORKER),
-    Bad(f"{ROLLOUT}.gateway.command", "''", _ONE_WORKER),
+    Bad(f"{ROLLOUT}.gateway.command", "/nowhere/program --fast"),
+    Bad(f"{ROLLOUT}.gateway.command", "''"),
     Bad("trainer.prometheus_port", "99999"),
     Bad("ray_init.temp_dir", "/etc/passwd", _RAY),
     Bad("ray_init.temp_dir", "/tmp/" + 60 * "a", _RAY),

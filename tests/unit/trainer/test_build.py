@@ -42,6 +42,7 @@ def refusal(folder: Path, model: Path, rows: list[dict[str, Any]], *settings: st
             "data.max_response_length=4",
             "actor_rollout_ref.actor.ppo_mini_batch_size=2",
             "actor_rollout_ref.rollout.n=2",
+            "actor_rollout_ref.rollout.agent.num_workers=1",  # each is a Python that starts
             "algorithm.adv_estimator=grpo",
             "trainer.device=cpu",
             *settings,

@@ -6,7 +6,7 @@ Faults are planted into the running code. The yardstick's answers, and an engine
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.engine import tiny
 from tests.unit.models import zoo
 from verl_like.algorithms import corrections, objectives
 from verl_like.algorithms.masked import masked_mean, masked_var
@@ -30,7 +29,7 @@ from verl_like.kit.selfcheck.work import Case, Work
 from verl_like.models import attention, families, packing
 from verl_like.models.heads import ValueModel
 from verl_like.models.loading import load_tokenizer
-from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
+from verl_like.parallel.dist import ProcessInfo
 from verl_like.trainer import roles
 from verl_like.trainer.compose import compose
 
@@ -56,12 +55,6 @@ CONFIGS: dict[str, list[str]] = {
 }
 FULL_KL = [f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=full", f"{ACTOR}.kl_loss_coef=0.5"]
 LONG = "plain model: a row of 600 tokens: "
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[ProcessInfo]:
-    yield tiny.single_process()
-    shutdown_distributed()
 
 
 @pytest.fixture(scope="module")

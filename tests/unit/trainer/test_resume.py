@@ -34,6 +34,19 @@ def config_of(folder: Path, **changes: Any) -> PPOConfig:
     return config
 
 
+PLACE = Path("/where/a/run/is")
+RESOLVED: dict[str, str] = {}
+
+
+def save_config(folder: Path, path: Path, changes: dict[str, Any]) -> None:
+    """config.yaml of a run in `folder`. YAML of a whole configuration takes a fifth of a second: written once each."""
+    key = repr(changes)
+    if key not in RESOLVED:
+        save_resolved(config_of(PLACE, **changes), path)
+        RESOLVED[key] = path.read_text()
+    path.write_text(RESOLVED[key].replace(str(PLACE), str(folder)))
+
+
 def checkpoint(folder: Path, step: int = 4, *, lora_rank: int = 0, critic: bool = False, **changes: Any) -> Path:
     """What a run of this configuration leaves behind, with text for tensors."""
     path = layout.prepare_step_dir(folder, step)
@@ -44,7 +57,7 @@ def checkpoint(folder: Path, step: int = 4, *, lora_rank: int = 0, critic: bool 
     if lora_rank:
         (path / "actor" / "adapter").mkdir()
         (path / "actor" / "adapter" / "adapter_config.json").write_text(json.dumps({"r": lora_rank}))
-    save_resolved(config_of(folder, **changes), path / "config.yaml")
+    save_config(folder, path / "config.yaml", changes)
     layout.write_trainer_state(path, {"state": {"step": step}, "source": None})
     collect(path)
     return layout.commit(path)
