@@ -29,11 +29,11 @@ from verl_like.episodes.episode import SingleTurn
 from verl_like.episodes.group_filter import Judge
 from verl_like.episodes.ledger import Ledger, filter_metrics
 from verl_like.episodes.loop import Arrivals
-from verl_like.episodes.partial_responses import ByGroup, Kept
+from verl_like.episodes.partial_responses import ByGroup
 from verl_like.episodes.staleness import Book
 from verl_like.rewards.manager import RewardManager
 from verl_like.rollout.client import Occupancy, RolloutClient
-from verl_like.rollout.rollout_engine import NOTHING, Sampled
+from verl_like.rollout.rollout_engine import NOTHING, Partial, Sampled
 
 logger = logging.getLogger(__name__)
 _LOOK_S = 0.05  # between two looks at what the replicas have to do
@@ -106,7 +106,7 @@ class Flow:
         self._waited_s, self._period_began = 0.0, time.monotonic()  # for batches, since the last one
         self.metrics: dict[str, float] = {}  # of the period that ended with the last batch
         self.ledger = Ledger()
-        self.kept: ByGroup = {}  # of a checkpoint, not begun again yet
+        self.partials: ByGroup = {}  # of a checkpoint, not begun again yet
 
     async def take(self, client: RolloutClient, step: int) -> list[Group]:
         """The groups that this step trains, in the order of their draws, when they are there.
@@ -163,17 +163,17 @@ class Flow:
         """What is sampled of the groups that are not trained. running: the client's snapshot."""
         if not isinstance(self._how.runner, SingleTurn):
             return {}
-        found = {name: dict(samples) for name, samples in self.kept.items()}
+        found = {name: dict(samples) for name, samples in self.partials.items()}
         for flight in self._all():
-            samples: dict[int, Kept] = dict(flight.collection.kept)
+            samples = dict(flight.collection.partials)
             for trail in flight.collection.trails:
                 if trail.attempt == 0 and trail.requests:
                     name, future = trail.requests[0]
                     done = future.result() if future.done() and future.exception() is None else None
                     if done is not None and done.finish_reason != "abort":
-                        samples[trail.sample] = Kept(sampled=done.sampled, finish_reason=done.finish_reason)
+                        samples[trail.sample] = Partial.from_sampled(done.sampled, done.finish_reason)
                     elif len(sampled := running.get(name, NOTHING)):
-                        samples[trail.sample] = Kept(sampled=sampled, finish_reason=None)
+                        samples[trail.sample] = Partial.from_sampled(sampled)
             if samples:
                 found[flight.prompt.group] = samples
         return found
@@ -217,13 +217,13 @@ class Flow:
             return
         assert self._client is not None
         for prompt in self._loader.draw(count):
-            kept = self.kept.pop(prompt.group, {})
-            collection = Collection(self._how, self._client, self._rewards, self._arrivals, kept=kept)
+            partials = self.partials.pop(prompt.group, {})
+            collection = Collection(self._how, self._client, self._rewards, self._arrivals, partials=partials)
             flight = self._flights[prompt.group] = _Flight(prompt, collection, self._each)
             collection.on_end = partial(self._one_less, flight)
             self._running += self._each
             self._sampled_from += 1
-            versions = [int(one.sampled.weight_versions.min()) for one in kept.values() if len(one.sampled)]
+            versions = [int(one.weight_versions.min()) for one in partials.values() if len(one)]
             self._book.begin(prompt.group, min(versions, default=self._version))
             flight.task = asyncio.ensure_future(self._fly(flight))
             flight.task.add_done_callback(self._landed)

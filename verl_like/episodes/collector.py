@@ -158,7 +158,7 @@ class Collector:
         ledger = Ledger.of(state.get("ledger"), num_gone=self.loader.draws - self.loader.num_waiting)
         self._ledger = ledger
         if self._flow is not None:
-            self._flow.ledger, self._flow.kept = ledger, {} if folder is None else partial_responses.read(folder)
+            self._flow.ledger, self._flow.partials = ledger, {} if folder is None else partial_responses.read(folder)
         logger.info("%s", ledger.text(draws=self.loader.draws, waiting=self.loader.num_waiting))
 
     def close(self) -> None:

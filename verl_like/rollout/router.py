@@ -31,18 +31,24 @@ _MAX_HOMES = 100_000  # sessions remembered; the longest unused is forgotten
 class _Entry:
     """A request that has not ended. `replica`: the one it runs on, or waits for."""
 
-    request: GenerationRequest
+    request: GenerationRequest  # as it came
     place: tuple[int, int]  # (priority, arrival)
-    given: Sampled  # what it came with to resume from
-    seen: Sampled  # the last that is known of its tokens
+    so_far: Sampled  # the last that is known of its tokens
+    goes_on_from: Sampled  # of them, what its replica is given to resume from
     future: Future[Completion] = field(default_factory=Future)
     replica: _Replica | None = None
     tokens: int = 0  # its part of the replica's load
     aborted: bool = False
     ended: bool = False
 
+    def order(self) -> GenerationRequest:
+        """What its replica is sent."""
+        if self.goes_on_from is self.request.resume:
+            return self.request
+        return dataclasses.replace(self.request, resume=self.goes_on_from)
+
     def abort(self) -> Completion:
-        return Completion(request_id=self.request.request_id, sampled=self.seen, finish_reason="abort")
+        return Completion(request_id=self.request.request_id, sampled=self.so_far, finish_reason="abort")
 
 
 _Queue = list[tuple[tuple[int, int], _Entry]]  # a heap
@@ -167,7 +173,7 @@ class Router:
             for replica, running, progress in found:
                 same = {i: s for i, s in progress.items() if i in running and replica.running.get(i) is running[i]}
                 self._saw(replica, same)
-            return {name: entry.seen for name, entry in self._entries.items()}
+            return {name: entry.so_far for name, entry in self._entries.items()}
 
     def serving_s(self) -> float:
         """See RolloutClient: at least one replica is not held."""
@@ -226,7 +232,7 @@ class Router:
                     self._end(entry)
             for name, error in events.refusals:
                 if (entry := replica.running.get(name)) is not None:
-                    moved = isinstance(error, ResumeError) and len(entry.request.resume) > len(entry.given)
+                    moved = isinstance(error, ResumeError) and len(entry.goes_on_from) > len(entry.request.resume)
                     if moved and not entry.aborted:
                         self._begin_anew(entry)
                     else:
@@ -250,7 +256,7 @@ class Router:
             return False
         self._assign(entry, replica)
         self._run(entry, replica)
-        replica.link.send([entry.request], ())
+        replica.link.send([entry.order()], ())
         return True
 
     def _lightest(self) -> _Replica | None:
@@ -328,7 +334,7 @@ class Router:
                     continue
                 heappush(loads, (replica.load, free[replica], replica))
             self._run(entry, replica)
-            orders.setdefault(replica, []).append(entry.request)
+            orders.setdefault(replica, []).append(entry.order())
             if not self._has_place(replica):
                 del free[replica]
         for replica, requests in orders.items():
@@ -382,7 +388,7 @@ class Router:
     def _expected_tokens(self, entry: _Entry) -> int:
         limit = entry.request.sampling.max_tokens
         tokens, responses = self._known.get(self._source_of(entry.request), (limit, 1))
-        return len(entry.request.prompt_ids) + max(len(entry.seen), min(limit, tokens // responses))
+        return len(entry.request.prompt_ids) + max(len(entry.so_far), min(limit, tokens // responses))
 
     def _learn(self, entry: _Entry, completion: Completion) -> None:
         source = self._source_of(entry.request)
@@ -393,8 +399,8 @@ class Router:
     def _saw(self, replica: _Replica, progress: Mapping[str, Sampled]) -> None:
         for name, sampled in progress.items():
             entry = replica.running.get(name)
-            if entry is not None and len(sampled) > len(entry.seen):
-                entry.seen = sampled
+            if entry is not None and len(sampled) > len(entry.so_far):
+                entry.so_far = sampled
                 if not self._deterministic:
                     replica.load -= entry.tokens
                     self._assign(entry, replica)
@@ -421,7 +427,7 @@ class Router:
                 results.append((entry, entry.abort() if entry.aborted else error))
                 self._end(entry)
             else:
-                entry.request = dataclasses.replace(entry.request, resume=entry.seen)
+                entry.goes_on_from = entry.so_far
                 waiting.append(entry)
         for entry in sorted(waiting, key=lambda entry: entry.place):
             self._unassign(entry)
@@ -430,7 +436,7 @@ class Router:
 
     def _begin_anew(self, entry: _Entry) -> None:
         """The engine cannot go on from what another one has sampled of it."""
-        entry.request, entry.seen = dataclasses.replace(entry.request, resume=entry.given), entry.given
+        entry.so_far = entry.goes_on_from = entry.request.resume
         self._unassign(entry)
         self._enqueue(entry)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.unit.episodes.fleet import N, collector, dataset
-from tests.unit.episodes.test_flow import expected, length_of, rules
+from tests.unit.episodes.test_async_source import expected, length_of, rules
 from verl_like.episodes.episode import SingleTurn
 from verl_like.rollout.fake_time import FakeTimeEngine
 

@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.unit.episodes.test_flow import Steps, rules
 
 from tests.unit.episodes.fleet import Rewards, collector, dataset, teaches
+from tests.unit.episodes.test_async_source import Steps, rules
 from verl_like.batch import Prompt
 from verl_like.config import AlgorithmConfig
 from verl_like.episodes.async_source import IdleClock
