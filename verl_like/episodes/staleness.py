@@ -7,40 +7,104 @@ all keep theirs: for each k, at most k batches of them are due within the next k
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from verl_like.batch import Rollouts
+from verl_like.episodes.selection import Order
 
 
-class Book:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """How much may be under way.
+
+    groups: that are begun and not in the weights. responses: that are sampled, or whose group waits for graders or for
+    a step; `each` of a group. judged: groups between two batches, after which the next one is not to be hoped for.
+    """
+
+    groups: float = math.inf
+    responses: float = math.inf
+    each: int = 1
+    judged: float = math.inf
+
+
+class Book(Order):
     """The groups that are begun and not trained. They are named by the numbers of their draws.
 
     wanted: groups of a batch. bound: [versions] between beginning and training. waits: none may be older.
+
+    A group is first in `running`, and as long as responses of it are sampled in `sampling` too; then in `ended`; then
+    a step trains it, and its place is free (of `Room.groups`) when that step's weights are there.
     """
 
-    def __init__(self, wanted: int, bound: int, *, waits: bool) -> None:
-        self.wanted, self._bound, self._waits = wanted, bound, waits
+    def __init__(self, wanted: int, bound: int, *, waits: bool, room: Room | None = None) -> None:
+        self.wanted, self._bound, self._waits, self._room = wanted, bound, waits, room or Room()
         self.running: dict[int, int] = {}  # group -> version under which it began
         self.ended: dict[int, int] = {}
+        self.sampling: dict[int, int] = {}  # group -> its responses that are sampled
+        self.num_sampling = 0  # responses, the sum of these
+        self.needed: float = math.inf  # groups, by this step and those that follow
+        self._being_trained = 0  # groups
+        self._num_judged, self._dropped = 0, list[int]()  # since the last batch
 
     def __len__(self) -> int:
         return len(self.running) + len(self.ended)
 
-    def begin(self, group: int, version: int) -> None:
-        """It runs from now on."""
-        self.running[group] = version
+    def admits(self) -> int:
+        """Count the groups to be begun now; none while a whole batch waits."""
+        if len(self.ended) >= self.wanted:
+            return 0
+        waiting = len(self) - len(self.sampling)  # for graders, or for a step
+        groups = min(self._room.groups - self._being_trained, self.needed) - len(self)
+        return max(0, int(min(groups, (self._room.responses - self.num_sampling) // self._room.each - waiting)))
 
-    def end(self, group: int) -> None:
-        """It can be trained."""
-        self.ended[group] = self.running.pop(group)
+    def begin(self, group: int, version: int = 0, *, overdue: bool = False) -> None:
+        self.running[group] = version
+        self.sampling[group] = self._room.each
+        self.num_sampling += self._room.each
+
+    def sampled(self, group: int, responses: int | None = None) -> int:
+        left = self.sampling.pop(group, 0)
+        freed = left if responses is None else min(responses, left)
+        self.num_sampling -= freed
+        if left > freed:
+            self.sampling[group] = left - freed
+        return freed
+
+    def end(self, group: int, *, kept: bool = True) -> None:
+        self._num_judged += 1
+        self.sampled(group)
+        begun = self.running.pop(group)
+        if kept:
+            self.ended[group] = begun
+        else:
+            self._dropped.append(group)
 
     def forget(self, group: int) -> None:
-        """It is trained, or never will be."""
+        """Take out a group that is trained, or never will be."""
+        self.sampled(group)
         self.running.pop(group, None)
         self.ended.pop(group, None)
 
-    def batch(self, version: int) -> list[int] | None:
-        """The groups to be trained at this version, in the order of their draws; None while they are not there."""
+    def train(self, batch: Iterable[int]) -> None:
+        """Take out the groups that a step trains."""
+        for group in batch:
+            self.forget(group)
+        self.needed -= self.wanted
+        self._being_trained, self._num_judged, self._dropped = self.wanted, 0, []
+
+    def trained(self) -> None:
+        """Free the places of the last batch: it is in the weights."""
+        self._being_trained = 0
+
+    def dropped(self) -> list[int]:
+        return self._dropped
+
+    def exhausted(self) -> bool:
+        return self._num_judged >= self._room.judged
+
+    def batch(self, version: int = 0) -> list[int] | None:
         if len(self.ended) < self.wanted:
             return None
         oldest_first = sorted(self.ended, key=lambda group: (self.ended[group], group))
@@ -51,7 +115,7 @@ class Book:
         return sorted(chosen)
 
     def too_old(self, version: int) -> list[int]:
-        """Groups that would be older than the bound if they were trained at this version."""
+        """Name the groups that would be older than the bound if they were trained at this version."""
         return [group for group, begun in (self.running | self.ended).items() if begun + self._bound < version]
 
     def _in_time(self, begun: Iterable[int], version: int) -> bool:

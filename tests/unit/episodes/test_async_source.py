@@ -226,7 +226,7 @@ def test_races_leave_their_places_to_others(data: PromptDataset) -> None:
         run = Steps(made, fleet).make(6)
         assert sorted(run.trained) == list(range(ROWS)) and nothing_is_left(fleet)
         assert {len(ids) for ids in run.responses.values()} == {4}
-        assert made._flow._running == made._flow._sampled_from == 0
+        assert made._source._order.num_sampling == len(made._source._order.sampling) == 0
         assert run.metrics["redundancy/discarded_episodes"] == 4
 
 
