@@ -15,7 +15,7 @@ import asyncio
 import itertools
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -45,7 +45,7 @@ from verl_like.rollout.client import RolloutClient
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-Collecting = Callable[[Collection, Callable[[], Awaitable[None]]], Coroutine[Any, Any, T]]
+Collecting = Callable[[Collection], Coroutine[Any, Any, T]]
 _PARTING_S = 10.0
 
 
@@ -148,24 +148,18 @@ class Collector:
     def _take(self, step: int) -> list[Group]:
         """The step's groups; a wave of them that is scored together is scored while the replicas are closed."""
 
-        async def take(collection: Collection, begun: Callable[[], Awaitable[None]]) -> list[Group]:
-            taking = asyncio.ensure_future(self._source.take(collection))
-            await begun()  # which must not wait for groups that are ended first: their replicas are closed
-            return await taking
-
         self._loop.call(self._source.begin_step(step), self._patience_s)
         groups: list[Group] = []
         while not groups:
-            groups = self._sample(take, self.how) or self._source.judge_wave()
+            groups = self._sample(self._source.take, self.how) or self._source.judge_wave()
         return groups
 
     def _answer(self, prompts: Sequence[Prompt], how: Answering) -> list[Group]:
         """The groups of all these prompts."""
 
-        async def answer(collection: Collection, begun: Callable[[], Awaitable[None]]) -> list[Group]:
+        async def answer(collection: Collection) -> list[Group]:
             tasks = [asyncio.ensure_future(collection.group(prompt)) for prompt in prompts]
             try:
-                await begun()
                 return await asyncio.gather(*tasks)
             finally:
                 await collection.end(tasks)
@@ -179,13 +173,14 @@ class Collector:
         def work(client: RolloutClient) -> Future[T]:
             first = threading.Event()
 
-            async def begun() -> None:
-                if not first.is_set():
-                    for _ in range(4):  # the tasks of a step, its groups, their episodes, and those that are timed
-                        await asyncio.sleep(0)
-                    first.set()
+            async def run() -> T:
+                task = asyncio.ensure_future(collecting(Collection(how, client, self.rewards, self._loop.arrivals)))
+                for _ in range(4):  # the task itself, those of groups, of their episodes, and those that are timed
+                    await asyncio.sleep(0)
+                first.set()  # even where it waits for requests that end: they do when the replicas are open
+                return await task
 
-            future = self._loop.submit(collecting(Collection(how, client, self.rewards, self._loop.arrivals), begun))
+            future = self._loop.submit(run())
             future.add_done_callback(lambda _: first.set())
             first.wait()
             return future
@@ -271,14 +266,10 @@ class Collector:
     def _check_versions(self, rollouts: Rollouts) -> None:
         """How old the tokens are; in a synchronous run those of other weights would be trained on as if the newest had
         sampled them."""
-        version = self._source.version
-        if version is None:
-            return
-        if self._source.across_steps:
+        version, found = self._source.version, rollouts.weight_version_T[rollouts.response_mask_T].unique().tolist()
+        if version is not None and self._source.across_steps:
             self._metrics |= staleness_metrics(rollouts, version)
-            return
-        found = rollouts.weight_version_T[rollouts.response_mask_T].unique().tolist()
-        if found not in ([], [version]):
+        elif version is not None and found not in ([], [version]):
             raise RuntimeError(f"the batch was sampled with weights of version {found}, not of {version} alone")
 
 

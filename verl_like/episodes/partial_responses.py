@@ -6,17 +6,33 @@ checkpoint has no tokens of begins anew too, so this file may be missing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
-from verl_like.rollout.rollout_engine import FinishReason, Partial
+from verl_like.episodes.answering import Collection
+from verl_like.rollout.rollout_engine import NOTHING, FinishReason, Partial, Sampled
 
 FILE = "under_way.npz"
 _REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length")
 
 
 ByGroup = dict[int, dict[int, Partial]]  # group -> sample -> tokens
+
+
+def of(collection: Collection, running: Mapping[str, Sampled]) -> dict[int, Partial]:
+    """Collect the tokens of one group's first attempts, by sample. running: the client's snapshot."""
+    found = dict(collection.partials)
+    for trail in collection.trails:
+        if trail.attempt == 0 and trail.requests:
+            name, future = trail.requests[0]
+            done = future.result() if future.done() and future.exception() is None else None
+            if done is not None and done.finish_reason != "abort":
+                found[trail.sample] = Partial.from_sampled(done.sampled, done.finish_reason)
+            elif len(sampled := running.get(name, NOTHING)):
+                found[trail.sample] = Partial.from_sampled(sampled)
+    return found
 
 
 def write(folder: Path, partials: ByGroup) -> None:

@@ -32,14 +32,13 @@ from verl_like.episodes import partial_responses
 from verl_like.episodes.answering import Answering, Collection, Group
 from verl_like.episodes.episode import SingleTurn
 from verl_like.episodes.group_filter import Judge
-from verl_like.episodes.idle import IdleClock
 from verl_like.episodes.ledger import Ledger, filter_metrics
 from verl_like.episodes.partial_responses import ByGroup
 from verl_like.episodes.selection import CompletionOrder, DrawOrder, Limits, Order, Selection
-from verl_like.episodes.staleness import Book, Room
+from verl_like.episodes.staleness import Book, IdleClock, Room
 from verl_like.rewards.manager import RewardManager
 from verl_like.rollout.client import RolloutClient
-from verl_like.rollout.rollout_engine import NOTHING, Partial, Sampled
+from verl_like.rollout.rollout_engine import Sampled
 
 PASSES_WITHOUT_BOUND = 10  # max_num_gen_batches=0: a step that has seen all prompts ten times will not fill up
 _LOOK_S = 0.05  # between two looks at what the replicas have to do
@@ -47,12 +46,11 @@ _LOOK_S = 0.05  # between two looks at what the replicas have to do
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """One group under way. group: when it has ended."""
+    """One group under way."""
 
     prompt: Prompt
     collection: Collection
-    task: asyncio.Task[Group] | None = None
-    group: Group | None = None
+    task: asyncio.Task[Group]
 
 
 @dataclass(slots=True)
@@ -67,7 +65,7 @@ class _Period:
 
 
 class Source:
-    """Begins groups, keeps them going, and gives each step those that it trains. Owner of the ledger of prompts.
+    """Begins groups, keeps them going, and gives each step those that it trains; owns the ledger of prompts.
 
     total_steps: of the run: no group is begun that no step is left for; None: not known. Coroutines run in the event
     loop of the episodes; so does everything else, except the constructor, `skip` and `load_state_dict` before the first
@@ -113,13 +111,12 @@ class Source:
         """Get ready for this step's batch; `take` follows."""
         if self._judge is not None:
             self._judge.step = step
-        if isinstance(self._order, Book):
-            if self._total_steps is not None:
-                self._order.needed = (self._total_steps - step + 1) * self._order.wanted
-            return
-        self._order, self._flights, self._error = self._selection(), {}, None
-        self._draws_before = self._loader.draws
-        self._begin_period()
+        if not isinstance(self._order, Book):
+            self._order, self._flights, self._error = self._selection(), {}, None
+            self._draws_before = self._loader.draws
+            self._begin_period()
+        elif self._total_steps is not None:
+            self._order.needed = (self._total_steps - step + 1) * self._order.wanted
 
     async def take(self, collection: Collection) -> list[Group]:
         """Wait for the groups that this step trains, in their order; empty when a wave has ended: see `judge_wave`.
@@ -143,17 +140,17 @@ class Source:
         finally:
             self._begins = self._never_pauses
             if not self.across_steps:
-                await collection.end(flight.task for flight in self._flights.values() if flight.task is not None)
+                await collection.end(flight.task for flight in self._flights.values())
         self._period.waited_s += time.monotonic() - came
         return [] if batch is None else self._finish(batch)
 
     def judge_wave(self) -> list[Group]:
         """Score and judge the groups of a wave together, with the replicas closed; the batch, if that fills it."""
         assert self._judge is not None
-        wave = [flight for flight in self._flights.values() if flight.group is not None and flight.group.scores is None]
-        self._judge.score([flight.group for flight in wave if flight.group is not None])
-        for flight in wave:
-            self._place(flight)
+        wave = [group for flight in self._flights.values() if (group := flight.task.result()).scores is None]
+        self._judge.score(wave)
+        for group in wave:
+            self._place(group)
         batch = self._batch()
         return [] if batch is None else self._finish(batch)
 
@@ -185,20 +182,8 @@ class Source:
         """Collect what is sampled of the groups that are not trained. running: the client's snapshot."""
         if not isinstance(self._how.runner, SingleTurn):
             return {}
-        found = {name: dict(samples) for name, samples in self._partials.items()}
-        for flight in self.under_way():
-            samples = dict(flight.collection.partials)
-            for trail in flight.collection.trails:
-                if trail.attempt == 0 and trail.requests:
-                    name, future = trail.requests[0]
-                    done = future.result() if future.done() and future.exception() is None else None
-                    if done is not None and done.finish_reason != "abort":
-                        samples[trail.sample] = Partial.from_sampled(done.sampled, done.finish_reason)
-                    elif len(sampled := running.get(name, NOTHING)):
-                        samples[trail.sample] = Partial.from_sampled(sampled)
-            if samples:
-                found[flight.prompt.group] = samples
-        return found
+        of_flights = {f.prompt.group: partial_responses.of(f.collection, running) for f in self.under_way()}
+        return self._partials | {name: samples for name, samples in of_flights.items() if samples}
 
     def load_state_dict(self, state: dict[str, Any], folder: Path | None = None) -> None:
         """Go on with the very next prompt; of groups under way, from the tokens in `folder`. ValueError if the data set
@@ -259,12 +244,12 @@ class Source:
         return batch
 
     def _wave_has_ended(self) -> bool:
-        return self._in_waves and all(flight.group is not None for flight in self._flights.values())
+        return self._in_waves and all(flight.task.done() for flight in self._flights.values())
 
     def _finish(self, batch: Sequence[int]) -> list[Group]:
         """End the period with this batch: what becomes of its groups, and of the others."""
         flights = [self._flights.pop(name) for name in batch]
-        groups = [flight.group for flight in flights if flight.group is not None]
+        groups = [flight.task.result() for flight in flights]
         if isinstance(self._order, Book):
             self._taken = flights
             self._order.train(batch)
@@ -349,16 +334,16 @@ class Source:
             first = [int(one.weight_versions.min()) for one in collection.partials.values() if len(one)]
             began = min(first, default=began)
         self._order.begin(name, began, overdue=name < self._draws_before)
-        flight = self._flights[name] = _Flight(prompt, collection)
-        flight.task = asyncio.ensure_future(self._fly(flight))
+        flight = _Flight(prompt, collection, asyncio.ensure_future(self._fly(prompt, collection)))
         flight.task.add_done_callback(partial(self._on_landing, flight))
+        self._flights[name] = flight
 
-    async def _fly(self, flight: _Flight) -> Group:
+    async def _fly(self, prompt: Prompt, collection: Collection) -> Group:
         """Answer one prompt, from the first request to the scores where the group is judged by them."""
-        group = await flight.collection.group(flight.prompt)
-        self._order.sampled(flight.prompt.group)  # also what ran in vain
+        group = await collection.group(prompt)
+        self._order.sampled(prompt.group)  # also what ran in vain
         if self._judge is not None and not self._in_waves:
-            await self._judge.graded(flight.collection, group)
+            await self._judge.graded(collection, group)
         return group
 
     def _on_landing(self, flight: _Flight, task: asyncio.Task[Group]) -> None:
@@ -380,21 +365,16 @@ class Source:
         self._wake.set()
 
     def _take_in(self, flight: _Flight) -> None:
-        assert flight.task is not None
         if not flight.collection.ended and not flight.task.cancelled():
-            flight.group = flight.task.result()
+            group = flight.task.result()
             if not self._in_waves:
-                self._place(flight)
+                self._place(group)
 
-    def _place(self, flight: _Flight) -> None:
+    def _place(self, group: Group) -> None:
         """Tell the order whether the group is of use; groups that are used up leave."""
-        assert flight.group is not None
-        kept = self._judge is None or self._judge.keeps(flight.group)
-        self._order.end(flight.prompt.group, kept=kept)
+        self._order.end(group.prompt.group, kept=self._judge is None or self._judge.keeps(group))
         for name in self._order.dropped()[len(self._period.dropped) :]:
-            gone = self._flights.pop(name).group
-            assert gone is not None
-            self._period.dropped.append(gone)
+            self._period.dropped.append(self._flights.pop(name).task.result())
             self.ledger.dropped += 1
 
     def _response_ended(self, group: int) -> None:
@@ -409,7 +389,7 @@ class Source:
         old = [self._flights.pop(name) for name in self._order.too_old(self.version or 0)]
         for flight in old:
             self._order.forget(flight.prompt.group)
-        await asyncio.gather(*(flight.collection.end([flight.task]) for flight in old if flight.task is not None))
+        await asyncio.gather(*(flight.collection.end([flight.task]) for flight in old))
         self._period.stale_groups += len(old)
         self._period.stale_tokens += sum(sum(flight.collection.sampled_tokens()) for flight in old)
         self.ledger.stale += len(old)
@@ -417,16 +397,5 @@ class Source:
     async def _watch(self, client: RolloutClient) -> None:
         while isinstance(self._order, Book):
             seen = client.occupancy()
-            self._idle.look(seen, self._why_idle(self._order, seen.pending))
+            self._idle.look(seen, self._order.why_idle(seen.pending))
             await asyncio.sleep(_LOOK_S)
-
-    @staticmethod
-    def _why_idle(book: Book, pending: int) -> str:
-        """Say why a replica has nothing to sample."""
-        if book.num_sampling > pending:
-            return "tool"  # of an episode, or its environment
-        if len(book.ended) >= book.wanted:
-            return "trainer"  # it has a batch to train first
-        if len(book.running) > len(book.sampling):  # of some, all responses have ended
-            return "grader"
-        return "tail"

@@ -8,11 +8,13 @@ all keep theirs: for each k, at most k batches of them are due within the next k
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from verl_like.batch import Rollouts
 from verl_like.episodes.selection import Order
+from verl_like.rollout.client import Occupancy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +120,16 @@ class Book(Order):
         """Name the groups that would be older than the bound if they were trained at this version."""
         return [group for group, begun in (self.running | self.ended).items() if begun + self._bound < version]
 
+    def why_idle(self, pending: int) -> str:
+        """Say why a replica has nothing to sample (see CAUSES). pending: requests that have not ended."""
+        if self.num_sampling > pending:
+            return "tool"  # of an episode, or its environment
+        if len(self.ended) >= self.wanted:
+            return "trainer"  # it has a batch to train first
+        if len(self.running) > len(self.sampling):  # of some, all responses have ended
+            return "grader"
+        return "tail"
+
     def _in_time(self, begun: Iterable[int], version: int) -> bool:
         """Whether groups that began under these versions can all be trained in time by the steps after this one."""
         steps_left = sorted(begin + self._bound - version for begin in begun)
@@ -145,3 +157,37 @@ def staleness_metrics(rollouts: Rollouts, version: int) -> dict[str, float]:
         mixed += len(changed) > 0
         again += len(changed) * prompt + int(changed.sum())
     return metrics | {"async/mixed_fraction": mixed / len(lengths), "async/reprefill_tokens": float(again)}
+
+
+CAUSES: tuple[str, ...] = ("tail", "tool", "grader", "trainer", "weights")
+
+
+class IdleClock:
+    """Shares of the replicas' time by cause, added up at each look.
+
+    paused_too: replicas that serve nothing now wait for weights (where a pool does nothing but sample); otherwise they
+    train, and that time does not count.
+    """
+
+    def __init__(self, *, paused_too: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._paused_too, self._clock = paused_too, clock
+        self._last, self._total_s = clock(), 0.0
+        self._idle_s = dict.fromkeys(CAUSES, 0.0)
+
+    def look(self, seen: Occupancy, cause: str) -> None:
+        """As it was since the last look: `cause` is why those that serve have nothing to do."""
+        now = self._clock()
+        passed, self._last = now - self._last, now
+        counted = seen.replicas if self._paused_too else seen.replicas - seen.held
+        self._total_s += passed * counted
+        self._idle_s[cause] += passed * seen.idle
+        if self._paused_too:
+            self._idle_s["weights"] += passed * seen.held
+
+    def shares(self) -> dict[str, float]:
+        """Tell async/idle_<cause> since the clock was made, or `restart`."""
+        return {f"async/idle_{cause}": idle_s / (self._total_s or 1.0) for cause, idle_s in self._idle_s.items()}
+
+    def restart(self) -> None:
+        """Count anew."""
+        self._total_s, self._idle_s = 0.0, dict.fromkeys(CAUSES, 0.0)

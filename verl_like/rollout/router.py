@@ -31,21 +31,15 @@ _MAX_HOMES = 100_000  # sessions remembered; the longest unused is forgotten
 class _Entry:
     """A request that has not ended. `replica`: the one it runs on, or waits for."""
 
-    request: GenerationRequest  # as it came
+    request: GenerationRequest  # as its replica gets it, with the tokens to resume from
     place: tuple[int, int]  # (priority, arrival)
+    came_with: Sampled  # the tokens to resume from at first
     so_far: Sampled  # the last that is known of its tokens
-    goes_on_from: Sampled  # of them, what its replica is given to resume from
     future: Future[Completion] = field(default_factory=Future)
     replica: _Replica | None = None
     tokens: int = 0  # its part of the replica's load
     aborted: bool = False
     ended: bool = False
-
-    def order(self) -> GenerationRequest:
-        """What its replica is sent."""
-        if self.goes_on_from is self.request.resume:
-            return self.request
-        return dataclasses.replace(self.request, resume=self.goes_on_from)
 
     def abort(self) -> Completion:
         return Completion(request_id=self.request.request_id, sampled=self.so_far, finish_reason="abort")
@@ -232,7 +226,7 @@ class Router:
                     self._end(entry)
             for name, error in events.refusals:
                 if (entry := replica.running.get(name)) is not None:
-                    moved = isinstance(error, ResumeError) and len(entry.goes_on_from) > len(entry.request.resume)
+                    moved = isinstance(error, ResumeError) and len(entry.request.resume) > len(entry.came_with)
                     if moved and not entry.aborted:
                         self._begin_anew(entry)
                     else:
@@ -256,7 +250,7 @@ class Router:
             return False
         self._assign(entry, replica)
         self._run(entry, replica)
-        replica.link.send([entry.order()], ())
+        replica.link.send([entry.request], ())
         return True
 
     def _lightest(self) -> _Replica | None:
@@ -334,7 +328,7 @@ class Router:
                     continue
                 heappush(loads, (replica.load, free[replica], replica))
             self._run(entry, replica)
-            orders.setdefault(replica, []).append(entry.order())
+            orders.setdefault(replica, []).append(entry.request)
             if not self._has_place(replica):
                 del free[replica]
         for replica, requests in orders.items():
@@ -427,7 +421,7 @@ class Router:
                 results.append((entry, entry.abort() if entry.aborted else error))
                 self._end(entry)
             else:
-                entry.goes_on_from = entry.so_far
+                entry.request = dataclasses.replace(entry.request, resume=entry.so_far)
                 waiting.append(entry)
         for entry in sorted(waiting, key=lambda entry: entry.place):
             self._unassign(entry)
@@ -436,7 +430,8 @@ class Router:
 
     def _begin_anew(self, entry: _Entry) -> None:
         """The engine cannot go on from what another one has sampled of it."""
-        entry.so_far = entry.goes_on_from = entry.request.resume
+        entry.so_far = entry.came_with
+        entry.request = dataclasses.replace(entry.request, resume=entry.came_with)
         self._unassign(entry)
         self._enqueue(entry)
 

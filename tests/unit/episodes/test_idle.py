@@ -14,7 +14,7 @@ from tests.unit.episodes.test_async_source import Steps, rules
 from verl_like.batch import Prompt
 from verl_like.config import AlgorithmConfig
 from verl_like.episodes.episode import Ask, Episode, SingleTurn
-from verl_like.episodes.idle import IdleClock
+from verl_like.episodes.staleness import IdleClock
 from verl_like.rollout.client import Occupancy
 from verl_like.rollout.fake_time import FakeTimeEngine
 
