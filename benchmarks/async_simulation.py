@@ -29,11 +29,11 @@ from verl_like.episodes.answering import Answering, Collection
 from verl_like.episodes.episode import SingleTurn
 from verl_like.episodes.loop import Arrivals
 from verl_like.episodes.source import Source
+from verl_like.gc_settings import settle
 from verl_like.rewards.grading import Graded
 from verl_like.rollout.fake_time import DECODE_S, FakeTimeEngine, SimulatedLink, VirtualClock, seed_of
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, SamplingParams
 from verl_like.rollout.router import Router
-from verl_like.trainer.garbage import settle
 
 
 class Engine(FakeTimeEngine):
