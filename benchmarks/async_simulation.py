@@ -24,15 +24,16 @@ import numpy as np
 from verl_like.batch import Prompt, PromptRow
 from verl_like.config import DataConfig, PPOConfig
 from verl_like.config.asynchronous import AsyncTrainingConfig
-from verl_like.episodes.answering import Answering
-from verl_like.episodes.async_source import Flow
+from verl_like.config.batch_plan import prompts_in_flight
+from verl_like.episodes.answering import Answering, Collection
 from verl_like.episodes.episode import SingleTurn
 from verl_like.episodes.loop import Arrivals
+from verl_like.episodes.source import Source
+from verl_like.gc_settings import settle
 from verl_like.kit.bench.fake_time import DECODE_S, FakeTimeEngine, SimulatedLink, VirtualClock, seed_of
 from verl_like.rewards.grading import Graded
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, SamplingParams
 from verl_like.rollout.router import Router
-from verl_like.trainer.garbage import settle
 
 
 class Engine(FakeTimeEngine):
@@ -79,6 +80,8 @@ class Loader:
 class Rewards:
     """Every response has its score at once."""
 
+    grades_alone = True
+
     def grade(self, answers: Sequence[Any], known: Sequence[Any]) -> list[Graded]:
         return [Graded(answer=answer, text="") for answer in answers]
 
@@ -109,10 +112,13 @@ class Simulation:
         config.async_training = AsyncTrainingConfig(
             over_sample_rate=options.over_sample_rate, max_staleness=options.max_staleness, beyond=options.beyond
         )
+        self.running = prompts_in_flight(config) * options.n  # responses
         self.loader = Loader(options.prompt)
         sampling = SamplingParams(max_tokens=longest)
         how = Answering(runner=SingleTurn(), sampling=sampling, n=options.n, seed=1, purpose="train", spread=True)
-        self.flow = Flow(config, self.loader, Rewards(), how, Arrivals(self.loop), total_steps=None, never_pauses=True)  # type: ignore[arg-type]
+        rewards: Any = Rewards()
+        self.collection = Collection(how, self.router, rewards, Arrivals(self.loop))
+        self.source = Source(config, self.loader, rewards, how)  # type: ignore[arg-type]
 
     async def pump(self) -> None:
         """Let the event loop, which runs all the time as in a run, do what is ready."""
@@ -130,7 +136,8 @@ class Simulation:
     async def step(self, number: int) -> dict[str, float]:
         began, cpu, engine_cpu = self.clock.now, time.process_time(), Engine.cpu_s
         busy = sum(engine.busy_s for engine in self.engines)
-        task = self.loop.create_task(self.flow.take(self.router, number))
+        await self.source.begin_step(number)
+        task = self.loop.create_task(self.source.take(self.collection))
         await self.pump()
         while not task.done():
             assert self.clock.step(), "nothing is left to happen"
@@ -141,11 +148,11 @@ class Simulation:
             self.clock.step()
             await self.pump()
         self.clock.now = max(self.clock.now, end)
-        await self.flow.trained()
+        await self.source.trained()
         for link in self.links:
             link.pause()
             link.engine.load(number)
-        await self.flow.weights_changed(number)
+        await self.source.weights_changed(number)
         for link in self.links:
             link.open()
         tokens = sum(member.episode.num_sampled for group in groups for member in group.sampled)
@@ -153,7 +160,7 @@ class Simulation:
             number - 1 - int(m.episode.turns[0].sampled.weight_versions[0]) for group in groups for m in group.sampled
         ]
         took = self.clock.now - began
-        full = self.flow._most_running
+        full = self.running
         rate = np.interp(min(256, full / len(self.engines)), *zip(*sorted(DECODE_S.items()), strict=True))
         return {
             "step_s": took,
@@ -193,8 +200,8 @@ def main() -> None:
         f"{mean['idle']:.1%}; driver {mean['driver_cpu_s'] / mean['step_s']:.2%} of a step; trained responses have "
         f"{mean['length']:.0f} tokens on average, drawn ones {simulation.mean_drawn():.0f}"
     )
-    state, loader = simulation.flow.ledger, simulation.loader
-    under_way = sum(1 for _ in simulation.flow._all())
+    state, loader = simulation.source.ledger, simulation.loader
+    under_way = len(simulation.source.under_way())
     assert state.total + under_way == loader.draws, "the ledger has lost a prompt"
     print(state.text(draws=loader.draws, waiting=under_way), flush=True)
     os._exit(0)  # thousands of coroutines are under way, and nobody wants to see them end

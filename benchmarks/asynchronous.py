@@ -22,8 +22,8 @@ import numpy as np
 
 import verl_like
 from verl_like.batch import Prompt
-from verl_like.episodes.async_source import CAUSES
 from verl_like.episodes.episode import Ask, Episode, SingleTurn, Turn
+from verl_like.episodes.staleness import CAUSES
 
 WARM_UP = 4  # steps: the engine's first, and those that fill what is under way
 

@@ -101,7 +101,7 @@ class Fleet:
             for _ in range(count):
                 group = self.waiting.pop(0) if self.waiting else self.drawn
                 self.drawn = max(self.drawn, group + 1)
-                selection.start(group, overdue=group in overdue)
+                selection.begin(group, overdue=group in overdue)
                 begun.append(group)
                 left[group], used[group] = self.n, []
                 for sample in range(self.n + self.redundant):
@@ -118,7 +118,7 @@ class Fleet:
             router.abort([self.request(group, sample).request_id for sample in range(self.n + self.redundant)])
             if selection.complete():
                 return
-            selection.judge(group, kept=request_seed(0, group) % 1000 < 1000 * self.signal)
+            selection.end(group, kept=request_seed(0, group) % 1000 < 1000 * self.signal)
             if selection.complete():
                 full = clock.now
             elif not in_draws:

@@ -16,7 +16,6 @@ from verl_like.episodes.episode import Episode, EpisodeAborted, EpisodeFailure, 
 from verl_like.episodes.first_n import GRACE_S, all_of, end, first_of
 from verl_like.episodes.loop import Arrivals
 from verl_like.episodes.outcomes import Policies
-from verl_like.episodes.partial_responses import Kept
 from verl_like.heartbeat import EPISODE
 from verl_like.models.images import MediaError
 from verl_like.rewards.grading import Answer, Graded
@@ -28,6 +27,7 @@ from verl_like.rollout.rollout_engine import (
     NOTHING,
     Completion,
     GenerationRequest,
+    Partial,
     ResumeError,
     SamplingParams,
     request_seed,
@@ -141,7 +141,7 @@ class Collection:
     client: RolloutClient
     rewards: RewardManager
     arrivals: Arrivals
-    kept: dict[int, Kept] = field(default_factory=dict)  # by sample: what a checkpoint has of it
+    partials: dict[int, Partial] = field(default_factory=dict)  # by sample: what a checkpoint has of it
     on_end: Callable[[], None] = lambda: None
     ended: bool = False
     _trails: dict[int, list[Trail]] = field(default_factory=dict)  # by prompt
@@ -330,17 +330,17 @@ class Asker:
         return completion
 
     async def _completed(self, request: GenerationRequest) -> Completion:
-        """What is sampled of this request, from what is kept of it on."""
-        name, kept, requests = request.request_id, None, self.trail.requests
+        """What is sampled of this request, from what a checkpoint has of it on."""
+        name, partial, requests = request.request_id, None, self.trail.requests
         if not requests and self.trail.attempt == 0:
-            kept = self.of.kept.pop(self.trail.sample, None)
-        if kept is not None and kept.finish_reason is not None:
+            partial = self.of.partials.pop(self.trail.sample, None)
+        if partial is not None and partial.finish is not None:
             done: Future[Completion] = Future()
-            done.set_result(Completion(request_id=name, sampled=kept.sampled, finish_reason=kept.finish_reason))
+            done.set_result(Completion(request_id=name, sampled=partial, finish_reason=partial.finish))
             requests.append((name, done))
             return done.result()
-        if kept is not None:
-            request = dataclasses.replace(request, resume=kept.sampled)
+        if partial is not None:
+            request = dataclasses.replace(request, resume=partial)
         future = self.of.client.submit(request)
         requests.append((name, future))
         try:

@@ -15,7 +15,7 @@ import asyncio
 import itertools
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -27,19 +27,17 @@ from verl_like.algorithms.group_filter import has_signal_B, large_enough_B
 from verl_like.algorithms.reward_shaping import baseline_rewards
 from verl_like.batch import Episodes, Prompt, PromptRow, Rollouts, Scores, whole_episodes
 from verl_like.config import PPOConfig
-from verl_like.config.batch_plan import draws_until_full
 from verl_like.data.loader import PromptLoader
 from verl_like.episodes import partial_responses
 from verl_like.episodes.answering import Answering, Collection, Group, Member, all_graded
-from verl_like.episodes.async_source import Flow
-from verl_like.episodes.dynamic_sampling import Choosing
 from verl_like.episodes.episode import EpisodeFailure
 from verl_like.episodes.group_filter import completed
-from verl_like.episodes.ledger import Ledger, conversation_metrics, filter_metrics, lost_in_races, race_metrics
+from verl_like.episodes.ledger import conversation_metrics, filter_metrics, lost_in_races, race_metrics
 from verl_like.episodes.loop import EpisodeLoop
 from verl_like.episodes.outcomes import outcome_metrics, trained_too
 from verl_like.episodes.pending_scores import PendingBatch, of_rows
 from verl_like.episodes.rows import assemble_rollouts, episode_of_rows
+from verl_like.episodes.source import Source
 from verl_like.episodes.staleness import staleness_metrics
 from verl_like.rewards.manager import RewardManager
 from verl_like.rollout.client import RolloutClient
@@ -47,7 +45,7 @@ from verl_like.rollout.client import RolloutClient
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-Collecting = Callable[[Collection, Callable[[], Awaitable[None]]], Coroutine[Any, Any, T]]
+Collecting = Callable[[Collection], Coroutine[Any, Any, T]]
 _PARTING_S = 10.0
 
 
@@ -76,17 +74,10 @@ class Collector:
         total_steps: int | None = None,
     ) -> None:
         self.loader, self.rewards, self.replicas, self.how, self.config = loader, rewards, replicas, how, config
-        self._chooses = draws_until_full(config)
         self._masks = config.algorithm.filter_groups.enable and not config.algorithm.filter_groups.resample
         self._loop = EpisodeLoop()
         self._patience_s = config.trainer.rpc_timeout
-        self._flow: Flow | None = None
-        if config.asynchronous:
-            options = {"total_steps": total_steps, "never_pauses": config.trainer.mode == "separate_async"}
-            self._flow = Flow(config, loader, rewards, how, self._loop.arrivals, **options)
-        self._ledger = Ledger()
-        self._version: int | None = None
-        self._client: RolloutClient | None = None  # of the flow
+        self._source = Source(config, loader, rewards, how, total_steps=total_steps)
         self._metrics: dict[str, float] = {}
 
     def next_batch(self, step: int) -> tuple[Rollouts, PendingBatch]:
@@ -94,19 +85,10 @@ class Collector:
 
         Raises RolloutError, RewardError, and ValueError where dynamic sampling finds too few groups.
         """
-        self._metrics = {}
-        if self._flow is not None:
-            groups = self._take(self._flow, step)
-        elif self._chooses:
-            groups = self._choose(step)
-        else:
-            groups = self._answer(self.loader.draw(), self.how)
-            self._ledger.used += len(groups)
+        groups = self._take(step)
+        self._metrics = dict(self._source.metrics)
         rollouts, pending = self._batch(groups, step)
-        if self._flow is None:
-            self._require_version(rollouts)
-        elif self._version is not None:
-            self._metrics |= staleness_metrics(rollouts, self._version)
+        self._check_versions(rollouts)
         self._metrics |= conversation_metrics([member.episode for group in groups for member in group.sampled])
         self._metrics |= race_metrics(groups) | self.how.tool_usage()
         self._metrics["timing_s/episodes_lag_max"] = self._loop.take_lag()
@@ -126,14 +108,11 @@ class Collector:
 
     def weights_changed(self, version: int) -> None:
         """The replicas hold these weights from now on."""
-        self._version = version
-        if self._flow is not None:
-            self._loop.call(self._flow.weights_changed(version), self._patience_s)
+        self._loop.call(self._source.weights_changed(version), self._patience_s)
 
     def trained(self) -> None:
         """The last batch is in the weights of a finished step."""
-        if self._flow is not None:
-            self._loop.call(self._flow.trained(), self._patience_s)
+        self._loop.call(self._source.trained(), self._patience_s)
 
     def metrics(self) -> dict[str, float]:
         """Of the last batch, complete when its scores are there."""
@@ -141,78 +120,51 @@ class Collector:
 
     def state_dict(self) -> dict[str, Any]:
         """Position in the data, and what became of the prompts before. Plain values."""
-        if self._flow is not None:
-            return self._loop.call(self._flow.state(), self._patience_s)
-        return {**self.loader.state_dict(), "ledger": self._ledger.state_dict()}
+        return self._loop.call(self._source.state(), self._patience_s)
 
     def save_under_way(self, folder: Path) -> None:
         """Into a checkpoint's folder: the tokens of groups that are not trained yet."""
-        if self._flow is not None:
-            running = {} if self._client is None else self._client.snapshot()
-            partial_responses.write(folder, self._loop.call(self._flow.tokens(running), self._patience_s))
+        if self._source.across_steps:
+            running = {} if self._source.client is None else self._source.client.snapshot()
+            partial_responses.write(folder, self._loop.call(self._source.tokens(running), self._patience_s))
 
     def load_state_dict(self, state: dict[str, Any], folder: Path | None = None) -> None:
         """Go on with the very next prompt; of those under way, from the tokens in `folder`. ValueError if the data set
         changed."""
-        self.loader.load_state_dict(state)
-        ledger = Ledger.of(state.get("ledger"), num_gone=self.loader.draws - self.loader.num_waiting)
-        self._ledger = ledger
-        if self._flow is not None:
-            self._flow.ledger, self._flow.kept = ledger, {} if folder is None else partial_responses.read(folder)
-        logger.info("%s", ledger.text(draws=self.loader.draws, waiting=self.loader.num_waiting))
+        self._source.load_state_dict(state, folder)
+        logger.info("%s", self._source.ledger.text(draws=self.loader.draws, waiting=self.loader.num_waiting))
 
     def close(self) -> None:
         """End what is under way, and the event loop."""
-        if self._flow is not None:
+        if self._source.across_steps:
             try:
-                self._loop.call(self._flow.end(), _PARTING_S)
+                self._loop.call(self._source.end(), _PARTING_S)
             except RuntimeError as error:  # whatever ends the run is not to be hidden
                 logger.error("%s", error)
-            state = self._flow.ledger
-            logger.info("%s", state.text(draws=self.loader.draws, waiting=self.loader.draws - state.total))
+            ledger = self._source.ledger
+            logger.info("%s", ledger.text(draws=self.loader.draws, waiting=self.loader.draws - ledger.total))
         self._loop.close()
 
-    def _take(self, flow: Flow, step: int) -> list[Group]:
-        """The step's groups, of those that are under way across steps."""
+    def _take(self, step: int) -> list[Group]:
+        """The step's groups; a wave of them that is scored together is scored while the replicas are closed."""
 
-        async def take(collection: Collection, begun: Callable[[], Awaitable[None]]) -> list[Group]:
-            self._client = self._client or collection.client
-            taking = asyncio.ensure_future(flow.take(collection.client, step))
-            await begun()
-            return await taking
-
-        groups = self._sample(take, self.how)
-        self._metrics |= flow.metrics
+        self._loop.call(self._source.begin_step(step), self._patience_s)
+        groups: list[Group] = []
+        while not groups:
+            groups = self._sample(self._source.take, self.how) or self._source.judge_wave()
         return groups
 
     def _answer(self, prompts: Sequence[Prompt], how: Answering) -> list[Group]:
         """The groups of all these prompts."""
 
-        async def answer(collection: Collection, begun: Callable[[], Awaitable[None]]) -> list[Group]:
+        async def answer(collection: Collection) -> list[Group]:
             tasks = [asyncio.ensure_future(collection.group(prompt)) for prompt in prompts]
             try:
-                await begun()
                 return await asyncio.gather(*tasks)
             finally:
                 await collection.end(tasks)
 
         return self._sample(answer, how) if prompts else []
-
-    def _choose(self, step: int) -> list[Group]:
-        """The groups of dynamic sampling, or of additional prompts."""
-        choosing = Choosing(self.config, self.loader, self.rewards, self.how.policies, step=step)
-        in_waves = not self.rewards.grades_alone or self.how.grade_at_end or self.loader.learns
-        if self.config.algorithm.filter_groups.enable and in_waves:
-            choosing.collect_in_waves(partial(self._answer, how=self.how))
-        else:
-            self._sample(choosing.collect, self.how)
-        groups = choosing.finish()
-        gone = self.loader.draws - self.loader.num_waiting - self._ledger.total
-        self._ledger.used += len(groups)
-        self._ledger.dropped += (dropped := len(choosing.selection.dropped()))
-        self._ledger.aborted += gone - len(groups) - dropped
-        self._metrics |= choosing.metrics()
-        return groups
 
     def _sample(self, collecting: Collecting[T], how: Answering) -> T:
         """Run it in the event loop, with the replicas open. The first requests are made before they open, so that what
@@ -221,13 +173,14 @@ class Collector:
         def work(client: RolloutClient) -> Future[T]:
             first = threading.Event()
 
-            async def begun() -> None:
-                if not first.is_set():
-                    for _ in range(3):  # the tasks of the groups, those of their episodes, those that are timed
-                        await asyncio.sleep(0)
-                    first.set()
+            async def run() -> T:
+                task = asyncio.ensure_future(collecting(Collection(how, client, self.rewards, self._loop.arrivals)))
+                for _ in range(4):  # the task itself, those of groups, of their episodes, and those that are timed
+                    await asyncio.sleep(0)
+                first.set()  # even where it waits for requests that end: they do when the replicas are open
+                return await task
 
-            future = self._loop.submit(collecting(Collection(how, client, self.rewards, self._loop.arrivals), begun))
+            future = self._loop.submit(run())
             future.add_done_callback(lambda _: first.set())
             first.wait()
             return future
@@ -310,11 +263,14 @@ class Collector:
         self._metrics["groups/too_small"] = float(len(rollouts.group_B[~enough_B].unique()))
         return scores.replace(trained_B=trained_too(scores, enough_B))
 
-    def _require_version(self, rollouts: Rollouts) -> None:
-        """Tokens of other weights would be trained on as if the newest had sampled them."""
-        found = rollouts.weight_version_T[rollouts.response_mask_T].unique().tolist()
-        if self._version is not None and found not in ([], [self._version]):
-            raise RuntimeError(f"the batch was sampled with weights of version {found}, not of {self._version} alone")
+    def _check_versions(self, rollouts: Rollouts) -> None:
+        """How old the tokens are; in a synchronous run those of other weights would be trained on as if the newest had
+        sampled them."""
+        version, found = self._source.version, rollouts.weight_version_T[rollouts.response_mask_T].unique().tolist()
+        if version is not None and self._source.across_steps:
+            self._metrics |= staleness_metrics(rollouts, version)
+        elif version is not None and found not in ([], [version]):
+            raise RuntimeError(f"the batch was sampled with weights of version {found}, not of {version} alone")
 
 
 def with_baseline(

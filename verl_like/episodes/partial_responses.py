@@ -6,47 +6,54 @@ checkpoint has no tokens of begins anew too, so this file may be missing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
-from verl_like.rollout.rollout_engine import FinishReason, Sampled
+from verl_like.episodes.answering import Collection
+from verl_like.rollout.rollout_engine import NOTHING, FinishReason, Partial, Sampled
 
 FILE = "under_way.npz"
 _REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Kept:
-    """One response so far. finish_reason: None while it runs."""
-
-    sampled: Sampled
-    finish_reason: FinishReason | None
+ByGroup = dict[int, dict[int, Partial]]  # group -> sample -> tokens
 
 
-ByGroup = dict[int, dict[int, Kept]]  # group -> sample -> tokens
+def of(collection: Collection, running: Mapping[str, Sampled]) -> dict[int, Partial]:
+    """Collect the tokens of one group's first attempts, by sample. running: the client's snapshot."""
+    found = dict(collection.partials)
+    for trail in collection.trails:
+        if trail.attempt == 0 and trail.requests:
+            name, future = trail.requests[0]
+            done = future.result() if future.done() and future.exception() is None else None
+            if done is not None and done.finish_reason != "abort":
+                found[trail.sample] = Partial.from_sampled(done.sampled, done.finish_reason)
+            elif len(sampled := running.get(name, NOTHING)):
+                found[trail.sample] = Partial.from_sampled(sampled)
+    return found
 
 
-def write(folder: Path, kept: ByGroup) -> None:
-    """Into a folder that becomes a checkpoint."""
-    rows = [(group, sample, one) for group, samples in kept.items() for sample, one in samples.items()]
-    sampled = [one.sampled for _, _, one in rows]
+def write(folder: Path, partials: ByGroup) -> None:
+    """Write these responses into a folder that becomes a checkpoint."""
+    rows = [(group, sample) for group, samples in partials.items() for sample in samples]
+    each = [partial for samples in partials.values() for partial in samples.values()]
     with (folder / FILE).open("wb") as file:
         np.savez(
             file,
-            group_B=np.asarray([group for group, _, _ in rows], dtype=np.int64),
-            sample_B=np.asarray([sample for _, sample, _ in rows], dtype=np.int32),
-            reason_B=np.asarray([_REASONS.index(one.finish_reason) for _, _, one in rows], dtype=np.int8),
-            length_B=np.asarray([len(each) for each in sampled], dtype=np.int64),
-            token_ids_T=np.concatenate([np.empty(0, np.int32), *(each.token_ids for each in sampled)]),
-            log_probs_T=np.concatenate([np.empty(0, np.float32), *(each.log_probs for each in sampled)]),
-            weight_versions_T=np.concatenate([np.empty(0, np.int32), *(each.weight_versions for each in sampled)]),
+            group_B=np.asarray([group for group, _ in rows], dtype=np.int64),
+            sample_B=np.asarray([sample for _, sample in rows], dtype=np.int32),
+            reason_B=np.asarray([_REASONS.index(one.finish) for one in each], dtype=np.int8),
+            length_B=np.asarray([len(one) for one in each], dtype=np.int64),
+            token_ids_T=np.concatenate([np.empty(0, np.int32), *(one.token_ids for one in each)]),
+            log_probs_T=np.concatenate([np.empty(0, np.float32), *(one.log_probs for one in each)]),
+            weight_versions_T=np.concatenate([np.empty(0, np.int32), *(one.weight_versions for one in each)]),
         )
 
 
 def read(folder: Path) -> ByGroup:
-    """What `write` wrote; nothing where it wrote nothing."""
+    """Read what `write` wrote; nothing where it wrote nothing."""
     if not (folder / FILE).exists():
         return {}
     with np.load(folder / FILE, allow_pickle=False) as columns:
@@ -55,6 +62,6 @@ def read(folder: Path) -> ByGroup:
         rows = zip(*(columns[name].tolist() for name in ("group_B", "sample_B", "reason_B")), *parts, strict=False)
         found: ByGroup = {}
         for group, sample, reason, token_ids, log_probs, versions in rows:
-            sampled = Sampled(token_ids=token_ids, log_probs=log_probs, weight_versions=versions)
-            found.setdefault(group, {})[sample] = Kept(sampled=sampled, finish_reason=_REASONS[reason])
+            arrays = {"token_ids": token_ids, "log_probs": log_probs, "weight_versions": versions}
+            found.setdefault(group, {})[sample] = Partial(**arrays, finish=_REASONS[reason])
     return found

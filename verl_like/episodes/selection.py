@@ -1,12 +1,14 @@
-"""Which groups make up a batch, and when another prompt is started: pure bookkeeping, in two orders.
+"""Which groups make up a step's batch, and when another prompt is begun: pure bookkeeping.
 
-A group is started, then judged: kept or dropped. `admits` says how many more to start, `complete` that the batch is
-known; what was started and is in neither `chosen` nor `dropped` goes back to the data.
+A group is begun, and when it ends it is of use (kept) or not. `admits` says how many more to begin, `batch` which the
+step trains. Here are the orders of a step that begins with nothing and leaves nothing: what was begun and is in neither
+`chosen` nor `dropped` goes back to the data. staleness.py has the order of groups that live across steps.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
 
@@ -18,7 +20,8 @@ class Limits:
     """Sizes of one step's collection, in groups.
 
     wanted: of the batch. in_flight: that run at once, at most. most: that are started at all. extra: beyond those that
-    are expected to fill the batch. expected: share that is kept, as far as is known before.
+    are expected to fill the batch. expected: share that is kept, as far as is known before. wave: groups that are begun
+    together, the next ones when all of these have ended; 0: as groups end.
     """
 
     wanted: int
@@ -26,14 +29,50 @@ class Limits:
     most: int
     extra: int = 0
     expected: float = 1.0
+    wave: int = 0
 
     def __post_init__(self) -> None:
         if not 0 < self.wanted <= self.in_flight:
             raise ValueError(f"in_flight={self.in_flight} groups cannot fill a batch of {self.wanted}")
 
 
-class Selection:
-    """The bookkeeping that both orders share. Groups are named by any number, each once."""
+class Order(ABC):
+    """The bookkeeping that a source of batches asks. Groups are named by the numbers of their draws, each once."""
+
+    @abstractmethod
+    def admits(self) -> int:
+        """Count the groups to be begun now."""
+
+    @abstractmethod
+    def begin(self, group: int, version: int = 0, *, overdue: bool = False) -> None:
+        """Take in a group that runs from now on.
+
+        version: of the weights that it begins under. overdue: an earlier batch went on without it.
+        """
+
+    def sampled(self, group: int, responses: int | None = None) -> int:
+        """Free the places of so many responses of a group, by default of all; says of how many it had."""
+        return 0  # places are counted in groups
+
+    @abstractmethod
+    def end(self, group: int, *, kept: bool = True) -> None:
+        """Take in that a group has ended, and is of use or not."""
+
+    @abstractmethod
+    def batch(self, version: int = 0) -> list[int] | None:
+        """Name the groups to be trained at this version of the weights; None while they are not there."""
+
+    @abstractmethod
+    def exhausted(self) -> bool:
+        """Tell whether the batch can no longer be filled."""
+
+    @abstractmethod
+    def dropped(self) -> list[int]:
+        """Name the groups that were of no use and are used up, since the batch before."""
+
+
+class Selection(Order):
+    """The bookkeeping of one step, which its two orders share."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -43,7 +82,9 @@ class Selection:
         self._dropped: list[int] = []
 
     def admits(self) -> int:
-        """Groups to be started now: as many as are expected to fill the batch, by the share that was kept so far."""
+        """Count the groups to be begun now: as many as are expected to fill the batch, by the share kept so far."""
+        if self.limits.wave:
+            return 0 if self._num_running or self.complete() else min(self.limits.wave, self.room())
         missing = self.limits.wanted - self._num_kept
         if missing <= 0 or self.complete():
             return 0
@@ -53,34 +94,34 @@ class Selection:
         return max(0, min(running - self._num_running, self.room()))
 
     def room(self) -> int:
-        """Groups that may still be started, ever."""
+        """Count the groups that may still be begun, ever."""
         return self.limits.most - len(self._kept)
 
-    def start(self, group: int, *, overdue: bool = False) -> None:
-        """The next group in the order of draws. overdue: an earlier batch went on without it."""
+    def begin(self, group: int, version: int = 0, *, overdue: bool = False) -> None:
         self._kept[group] = None
         self._num_running += 1
 
-    def judge(self, group: int, *, kept: bool) -> None:
-        """It has ended, and is of use or not."""
+    def end(self, group: int, *, kept: bool = True) -> None:
         self._kept[group] = kept
         self._num_running -= 1
         self._num_kept += kept
 
+    @abstractmethod
     def complete(self) -> bool:
-        """The batch is known."""
-        raise NotImplementedError
+        """Tell whether the batch is known."""
+
+    def batch(self, version: int = 0) -> list[int] | None:
+        return self.chosen() if self.complete() else None
 
     def exhausted(self) -> bool:
-        """Nothing runs, nothing more may be started, and the batch is not full."""
+        """Tell whether nothing runs, nothing more may be begun, and the batch is not full."""
         return not self.complete() and self._num_running == 0 and self.room() == 0
 
     def chosen(self) -> list[int]:
-        """The batch, when it is complete."""
+        """Name the groups of the batch, when it is complete."""
         return self._chosen
 
     def dropped(self) -> list[int]:
-        """Groups that were judged useless and are used up."""
         return self._dropped
 
 
@@ -94,12 +135,12 @@ class DrawOrder(Selection):
         super().__init__(limits)
         self._ahead: deque[int] = deque()  # all but the judged beginning of the draws
 
-    def start(self, group: int, *, overdue: bool = False) -> None:
-        super().start(group)
+    def begin(self, group: int, version: int = 0, *, overdue: bool = False) -> None:
+        super().begin(group)
         self._ahead.append(group)
 
-    def judge(self, group: int, *, kept: bool) -> None:
-        super().judge(group, kept=kept)
+    def end(self, group: int, *, kept: bool = True) -> None:
+        super().end(group, kept=kept)
         while self._ahead and self._kept[self._ahead[0]] is not None and not self.complete():
             first = self._ahead.popleft()
             (self._chosen if self._kept[first] else self._dropped).append(first)
@@ -121,13 +162,13 @@ class CompletionOrder(Selection):
         self._overdue: set[int] = set()  # those that still run
         self._late: list[int] = []  # overdue, and kept
 
-    def start(self, group: int, *, overdue: bool = False) -> None:
-        super().start(group)
+    def begin(self, group: int, version: int = 0, *, overdue: bool = False) -> None:
+        super().begin(group)
         if overdue:
             self._overdue.add(group)
 
-    def judge(self, group: int, *, kept: bool) -> None:
-        super().judge(group, kept=kept)
+    def end(self, group: int, *, kept: bool = True) -> None:
+        super().end(group, kept=kept)
         ended = self._late if group in self._overdue else self._chosen
         self._overdue.discard(group)
         (ended if kept else self._dropped).append(group)

@@ -120,6 +120,19 @@ class Sampled:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Partial(Sampled):
+    """The tokens of one response so far. finish: why it has ended; None while it goes on."""
+
+    finish: FinishReason | None = None
+
+    @classmethod
+    def from_sampled(cls, sampled: Sampled, finish: FinishReason | None = None) -> Partial:
+        """These tokens, without a copy."""
+        arrays = {"token_ids": sampled.token_ids, "log_probs": sampled.log_probs}
+        return cls(**arrays, weight_versions=sampled.weight_versions, finish=finish)
+
+
 NOTHING = Sampled.of([], [], [])
 
 

@@ -31,10 +31,10 @@ _MAX_HOMES = 100_000  # sessions remembered; the longest unused is forgotten
 class _Entry:
     """Request in flight. `replica`: the one it runs on, or waits for."""
 
-    request: GenerationRequest
+    request: GenerationRequest  # as its replica gets it, with the tokens to resume from
     place: tuple[int, int]  # (priority, arrival)
-    given: Sampled  # what it came with to resume from
-    seen: Sampled  # the last that is known of its tokens
+    came_with: Sampled  # the tokens to resume from at first
+    so_far: Sampled  # the last that is known of its tokens
     future: Future[Completion] = field(default_factory=Future)
     replica: _Replica | None = None
     tokens: int = 0  # its part of the replica's load
@@ -42,7 +42,7 @@ class _Entry:
     ended: bool = False
 
     def abort(self) -> Completion:
-        return Completion(request_id=self.request.request_id, sampled=self.seen, finish_reason="abort")
+        return Completion(request_id=self.request.request_id, sampled=self.so_far, finish_reason="abort")
 
 
 _Queue = list[tuple[tuple[int, int], _Entry]]  # a heap
@@ -171,7 +171,7 @@ class Router:
             for replica, running, progress in found:
                 same = {i: s for i, s in progress.items() if i in running and replica.running.get(i) is running[i]}
                 self._saw(replica, same)
-            return {name: entry.seen for name, entry in self._entries.items()}
+            return {name: entry.so_far for name, entry in self._entries.items()}
 
     def serving_s(self) -> float:
         """Seconds during which at least one replica was not held; see RolloutClient."""
@@ -233,7 +233,7 @@ class Router:
                     self._end(entry)
             for name, error in events.refusals:
                 if (entry := replica.running.get(name)) is not None:
-                    moved = isinstance(error, ResumeError) and len(entry.request.resume) > len(entry.given)
+                    moved = isinstance(error, ResumeError) and len(entry.request.resume) > len(entry.came_with)
                     if moved and not entry.aborted:
                         self._begin_anew(entry)
                     else:
@@ -394,7 +394,7 @@ class Router:
     def _expected_tokens(self, entry: _Entry) -> int:
         limit = entry.request.sampling.max_tokens
         tokens, responses = self._known.get(self._source_of(entry.request), (limit, 1))
-        return len(entry.request.prompt_ids) + max(len(entry.seen), min(limit, tokens // responses))
+        return len(entry.request.prompt_ids) + max(len(entry.so_far), min(limit, tokens // responses))
 
     def _learn(self, entry: _Entry, completion: Completion) -> None:
         source = self._source_of(entry.request)
@@ -405,8 +405,8 @@ class Router:
     def _saw(self, replica: _Replica, progress: Mapping[str, Sampled]) -> None:
         for name, sampled in progress.items():
             entry = replica.running.get(name)
-            if entry is not None and len(sampled) > len(entry.seen):
-                entry.seen = sampled
+            if entry is not None and len(sampled) > len(entry.so_far):
+                entry.so_far = sampled
                 if not self._deterministic:
                     replica.load -= entry.tokens
                     self._assign(entry, replica)
@@ -433,7 +433,7 @@ class Router:
                 results.append((entry, entry.abort() if entry.aborted else error))
                 self._end(entry)
             else:
-                entry.request = dataclasses.replace(entry.request, resume=entry.seen)
+                entry.request = dataclasses.replace(entry.request, resume=entry.so_far)
                 waiting.append(entry)
         for entry in sorted(waiting, key=lambda entry: entry.place):
             self._unassign(entry)
@@ -442,7 +442,8 @@ class Router:
 
     def _begin_anew(self, entry: _Entry) -> None:
         """Begin a request again from the tokens it came with: the engine cannot go on from those of another engine."""
-        entry.request, entry.seen = dataclasses.replace(entry.request, resume=entry.given), entry.given
+        entry.so_far = entry.came_with
+        entry.request = dataclasses.replace(entry.request, resume=entry.came_with)
         self._unassign(entry)
         self._enqueue(entry)
 

@@ -137,7 +137,6 @@ class RecordedSource(Collector):
         if not file.exists() and policy.name != "recorded":
             return super().next_batch(step)
         found, self._metrics = read_step(file), {}
-        drawn = self.loader.draw()  # the place in the data moves on, as it did then
+        self._source.skip()  # the place in the data moves on, as it did then
         rollouts: Rollouts = found.stage("rollouts", Rollouts)
-        self._ledger.used += len(drawn)
         return rollouts, PendingBatch(found.stage("scores", Scores))

@@ -289,6 +289,7 @@ class Bench:
         settings = {key: value for fault in faults for key, value in (fault.policies or {}).items()} | policies
         made = Policies.from_config(OutcomesConfig(**settings), max_failure_fraction=0.5)
         self.collector.how = replace(self.how, policies=made, n=n)
+        self.collector.config.data.train_batch_size = len(self.prompts)
         rollouts, pending = self.collector.next_batch(1)
         scores = pending.result()
         metrics = self.collector.metrics() | self.rewards.metrics(scores)
@@ -323,7 +324,8 @@ def bench(folder: Path, spec: dict[str, Any], *, environment: bool = False) -> I
         sampling = SamplingParams(max_tokens=1000)
         how = Answering(runner=agent, sampling=sampling, n=1, seed=1, purpose="train", tool_usage=toolbox.take_usage)
         prompts: list[Prompt] = []
-        loader, model = SimpleNamespace(draw=lambda: list(prompts)), Model()
+        facts = {"draws": 0, "steps_per_epoch": 1, "learns": False, "give_back": lambda unused: None}
+        loader, model = SimpleNamespace(draw=lambda count: list(prompts), **facts), Model()
         collector = Collector(loader, rewards, model, how, PPOConfig())  # type: ignore[arg-type]
         stack.callback(collector.close)
         yield Bench(model=model, collector=collector, rewards=rewards, toolbox=toolbox, how=how, prompts=prompts)

@@ -226,7 +226,7 @@ def test_races_leave_their_places_to_others(data: PromptDataset) -> None:
         run = Steps(made, fleet).make(6)
         assert sorted(run.trained) == list(range(ROWS)) and nothing_is_left(fleet)
         assert {len(ids) for ids in run.responses.values()} == {4}
-        assert made._flow._running == made._flow._sampled_from == 0
+        assert made._source._order.num_sampling == len(made._source._order.sampling) == 0
         assert run.metrics["redundancy/discarded_episodes"] == 4
 
 
@@ -303,7 +303,7 @@ def test_a_resumed_run_goes_on_from_the_tokens_of_what_was_under_way(data: Promp
         made.save_under_way(tmp_path)
         before = fleet.engines[0].fake.num_sampled
     found = partial_responses.read(tmp_path)
-    number_kept = sum(len(one.sampled) for samples in found.values() for one in samples.values())
+    number_kept = sum(len(one) for samples in found.values() for one in samples.values())
     assert number_kept == before - sum(map(len, first.responses.values())) > 0
     with collector(data, engines=[engine()], asynchronous=rules(), total_steps=6) as (made, fleet):
         made.load_state_dict(state, tmp_path)
@@ -360,10 +360,10 @@ def test_tokens_of_a_checkpoint_come_back_as_they_were(data: PromptDataset, tmp_
         made.save_under_way(tmp_path)
     for group, samples in partial_responses.read(tmp_path).items():
         for sample, one in samples.items():
-            want = expected(group, sample)[: len(one.sampled)]
-            assert one.sampled.token_ids.tolist() == want and one.sampled.token_ids.dtype == np.int32
-            assert one.sampled.log_probs.dtype == np.float32 and one.sampled.weight_versions.dtype == np.int32
-            assert (one.finish_reason is not None) == (len(one.sampled) == len(expected(group, sample)))
+            want = expected(group, sample)[: len(one)]
+            assert one.token_ids.tolist() == want and one.token_ids.dtype == np.int32
+            assert one.log_probs.dtype == np.float32 and one.weight_versions.dtype == np.int32
+            assert (one.finish is not None) == (len(one) == len(expected(group, sample)))
 
 
 # ---- errors

@@ -13,8 +13,8 @@ from tests.unit.episodes.fleet import Rewards, collector, dataset, teaches
 from tests.unit.episodes.test_async_source import Steps, rules
 from verl_like.batch import Prompt
 from verl_like.config import AlgorithmConfig
-from verl_like.episodes.async_source import IdleClock
 from verl_like.episodes.episode import Ask, Episode, SingleTurn
+from verl_like.episodes.staleness import IdleClock
 from verl_like.kit.bench.fake_time import FakeTimeEngine
 from verl_like.rollout.client import Occupancy
 
@@ -35,6 +35,8 @@ def test_shares_are_of_the_time_of_all_replicas() -> None:
         clock.look(seen, cause)
     found = {name.removeprefix("async/idle_"): share for name, share in clock.shares().items()}
     assert found == {"tail": 1 / 16, "tool": 0, "grader": 8 / 16, "trainer": 0, "weights": 4 / 16}
+    assert clock.shares() == clock.shares() != dict.fromkeys(clock.shares(), 0.0)  # reading changes nothing
+    clock.restart()
     assert set(clock.shares().values()) == {0.0}
 
 

@@ -17,12 +17,12 @@ def play(selection: Selection, keeps: list[bool], seed: int, overdue: frozenset[
     rng, running, ended, started = random.Random(seed), list[int](), list[int](), 0
     while not selection.complete() and not selection.exhausted():
         for _ in range(selection.admits()):
-            selection.start(started, overdue=started in overdue)
+            selection.begin(started, overdue=started in overdue)
             running.append(started)
             started += 1
         assert 0 < len(running) <= selection.limits.in_flight and started <= selection.limits.most
         group = running.pop(rng.randrange(len(running)))
-        selection.judge(group, kept=keeps[group])
+        selection.end(group, kept=keeps[group])
         ended.append(group)
     return ended
 
@@ -78,11 +78,11 @@ def test_the_batches_of_a_run_do_not_depend_on_what_ends_when(wanted: int, draw:
             while not selection.complete():
                 if count := selection.admits():
                     for row, number in zip(*sampler.draw(count, drop_last=False), strict=True):
-                        selection.start(number)
+                        selection.begin(number)
                         begun[number] = row
                         running.append(number)
                 group = running.pop(-1 if rng.random() < 0.8 else 0)
-                selection.judge(group, kept=begun[group] % 3 == 0)
+                selection.end(group, kept=begun[group] % 3 == 0)
             used = {*selection.chosen(), *selection.dropped()}
             sampler.give_back([(row, number) for number, row in begun.items() if number not in used])
             found.append([begun[number] for number in selection.chosen()])
@@ -95,10 +95,10 @@ def test_as_many_groups_are_started_as_are_expected_to_fill_the_batch() -> None:
     selection = DrawOrder(Limits(wanted=8, in_flight=64, most=1000, expected=0.5))
     assert selection.admits() == 16
     for group in range(16):
-        selection.start(group)
+        selection.begin(group)
     assert selection.admits() == 0
     for group in range(12):
-        selection.judge(group, kept=False)
+        selection.end(group, kept=False)
     # 8 are missing, (0 + 8 x 0.5) of (12 + 8) are expected: 40 must run, of which 4 do
     assert selection.admits() == 36
 
@@ -106,10 +106,10 @@ def test_as_many_groups_are_started_as_are_expected_to_fill_the_batch() -> None:
 def test_nothing_is_started_for_a_batch_that_only_waits() -> None:
     selection = DrawOrder(Limits(wanted=1, in_flight=4, most=100, extra=3))
     for group in range(selection.admits()):
-        selection.start(group)
-    selection.judge(1, kept=True)
+        selection.begin(group)
+    selection.end(1, kept=True)
     assert selection.admits() == 0 and not selection.complete()
-    selection.judge(0, kept=False)
+    selection.end(0, kept=False)
     assert selection.complete() and selection.chosen() == [1] and selection.dropped() == [0]
 
 

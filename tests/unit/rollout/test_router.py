@@ -510,7 +510,7 @@ def test_a_broken_engine_is_a_dead_replica(threaded: Make, requeue: bool) -> Non
     router, rollouts = threaded(2, requeue=requeue)
     futures = [router.submit(request(i, 50_000)) for i in range(4)]
     limit = time.monotonic() + LIMIT_S
-    while not all(len(router._entries[f"r{i}"].seen) for i in range(4)) and time.monotonic() < limit:
+    while not all(len(router._entries[f"r{i}"].so_far) for i in range(4)) and time.monotonic() < limit:
         time.sleep(0.005)  # the links report progress by themselves
     rollouts[0].fake.failure = KeyError("broken step")
     for i, future in enumerate(futures):
