@@ -30,7 +30,7 @@ from verl_like.workers.reward_server import RewardServer
 from verl_like.workers.roles import ActorRole, CriticRole, ReferenceRole
 from verl_like.workers.rollout import RolloutRole
 from verl_like.workers.spec import WorkerSpec
-from verl_like.workers.weights import WeightsReceiver, WeightsSender, WeightsWithin
+from verl_like.workers.weights import WeightsRole
 
 
 @contextmanager
@@ -64,7 +64,8 @@ WEIGHTS = "weights"
 _PHASES = {ROLLOUT: Phase.rollout}  # of the methods of a role; of all others: train
 _MEASURED = {  # calls whose memory is told, under the names of the step's clock
     (ROLLOUT, "serve"): "gen",
-    (WEIGHTS, "sync"): "update_weights",
+    (WEIGHTS, "send"): "update_weights",
+    (WEIGHTS, "receive"): "update_weights",
     (ACTOR, "log_probs"): "old_log_prob",
     (ACTOR, "update"): "update_actor",
     (REF, "log_probs"): "ref",
@@ -92,12 +93,8 @@ class RoleHost:
         discard = spec.config.actor_rollout_ref.rollout.sleep_level == 2
         self.residency = Residency(self._models, None if rollout is None else rollout.engine, discard=discard)
         actor = self.roles.get(ACTOR)
-        if actor is not None and rollout is not None:
-            self.roles[WEIGHTS] = WeightsWithin(spec, self.process, actor, rollout, self.residency)
-        elif actor is not None:
-            self.roles[WEIGHTS] = WeightsSender(spec, self.process, env, actor)
-        elif rollout is not None:
-            self.roles[WEIGHTS] = WeightsReceiver(spec, self.process, rollout, self.residency)
+        if actor is not None or rollout is not None:
+            self.roles[WEIGHTS] = WeightsRole(spec, self.process, env, self.residency, actor=actor, rollout=rollout)
 
     def _build(self, spec: WorkerSpec, env: RankEnv) -> None:
         """The rollout engine comes last: at its start gpu_memory_utilization of the device must be free."""
