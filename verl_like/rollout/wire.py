@@ -55,8 +55,7 @@ class Wire:
 
     def cut(self) -> None:
         """End it for both ends, from any thread: who waits in `receive` is told. Then `close`, in that thread."""
-        with suppress(OSError):  # it is cut already
-            self._socket.shutdown(socket.SHUT_RDWR)
+        _cut(self._socket)
 
     def close(self) -> None:
         self.cut()
@@ -131,12 +130,11 @@ class Socket:
             self._places.release()
 
     def close(self) -> None:
-        with suppress(OSError):  # it is closed already
-            self._socket.shutdown(socket.SHUT_RDWR)
+        _cut(self._socket)
 
 
 def _cut(connected: socket.socket) -> None:
-    with suppress(OSError):
+    with suppress(OSError):  # it is cut already
         connected.shutdown(socket.SHUT_RDWR)
 
 
