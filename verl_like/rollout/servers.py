@@ -7,9 +7,11 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from verl_like.config.engines import ENGINES
 from verl_like.config.reward_rollout import RewardRolloutConfig
 from verl_like.remote_storage import local_folder
 from verl_like.rollout import vllm_versions
+from verl_like.user_code import load
 
 # Switches of vLLM that are off where they are not given, as all of SGLang's are; the others have a --no-... as well.
 _WITHOUT_OPPOSITE = frozenset(
@@ -20,31 +22,18 @@ _WITHOUT_OPPOSITE = frozenset(
 )
 
 
+# Module; options that follow from rollout's keys; those of rollout.engine_kwargs, which come last.
+ServerCommand = tuple[str, dict[str, Any], dict[str, Any]]
+
+
 def server_command(
     rollout: RewardRolloutConfig, path: str, *, host: str, port: int, device: str, trust_remote_code: bool
 ) -> list[str]:
     """What starts the server of `rollout.name`; it answers under the model's `path`. ValueError where it cannot run."""
-    folder = local_folder(path)
-    if rollout.name == "vllm":
-        vllm_versions.version()
-        module, options = "vllm.entrypoints.openai.api_server", _vllm(rollout, folder, device)
-        extra = rollout.engine_kwargs.vllm
-    else:
-        if device != "cuda":
-            raise ValueError(
-                f"reward_model.rollout.name=sglang on device {device}: SGLang's own server is started on CUDA alone; "
-                "set reward_model.rollout.name=vllm"
-            )
-        module, options = "sglang.launch_server", _sglang(rollout, folder)
-        extra = rollout.engine_kwargs.sglang
+    of_engine = load(ENGINES[str(rollout.name)].server or "", "reward_model.rollout.name")
+    module, options, given = of_engine(rollout, local_folder(path), device)
     options |= {"host": host, "port": port, "served-model-name": path, "trust-remote-code": trust_remote_code}
-    for key, value in extra.items():
-        name = key.replace("_", "-")
-        if value is False and rollout.name == "vllm" and name not in _WITHOUT_OPPOSITE:
-            options |= {name: None, f"no-{name}": True}
-        else:
-            options |= {name: value, f"no-{name}": None}
-    return [sys.executable, "-m", module, *_arguments(options)]
+    return [sys.executable, "-m", module, *_arguments(options | given)]
 
 
 def server_environment(device: str, cuda_devices: str | None) -> dict[str, str]:
@@ -55,7 +44,9 @@ def server_environment(device: str, cuda_devices: str | None) -> dict[str, str]:
     return variables if cuda_devices is None else variables | {"CUDA_VISIBLE_DEVICES": cuda_devices}
 
 
-def _vllm(rollout: RewardRolloutConfig, folder: str, device: str) -> dict[str, Any]:
+def vllm(rollout: RewardRolloutConfig, folder: str, device: str) -> ServerCommand:
+    """vLLM's. ValueError where it is not installed."""
+    vllm_versions.version()
     options: dict[str, Any] = {
         "model": folder,
         "dtype": rollout.dtype if device == "cuda" or rollout.dtype != "auto" else "float32",
@@ -71,13 +62,22 @@ def _vllm(rollout: RewardRolloutConfig, folder: str, device: str) -> dict[str, A
         "no-enable-prefix-caching": not rollout.enable_prefix_caching,
         "disable-log-stats": rollout.disable_log_stats,
         "generation-config": "vllm",  # who asks says how it samples
+        "cudagraph-capture-sizes": None if rollout.enforce_eager else rollout.cudagraph_capture_sizes,
     }
-    if rollout.cudagraph_capture_sizes is not None and not rollout.enforce_eager:
-        options["cudagraph-capture-sizes"] = rollout.cudagraph_capture_sizes
-    return options
+    given: dict[str, Any] = {}
+    for name, value in _hyphenated(rollout.engine_kwargs.vllm).items():
+        off = value is False and name not in _WITHOUT_OPPOSITE
+        given |= {name: None if off else value, f"no-{name}": True if off else None}
+    return "vllm.entrypoints.openai.api_server", options, given
 
 
-def _sglang(rollout: RewardRolloutConfig, folder: str) -> dict[str, Any]:
+def sglang(rollout: RewardRolloutConfig, folder: str, device: str) -> ServerCommand:
+    """SGLang's. ValueError without CUDA."""
+    if device != "cuda":
+        raise ValueError(
+            f"reward_model.rollout.name=sglang on device {device}: SGLang's own server is started on CUDA alone; "
+            "set reward_model.rollout.name=vllm"
+        )
     options: dict[str, Any] = {
         "model-path": folder,
         "dtype": rollout.dtype,
@@ -89,10 +89,13 @@ def _sglang(rollout: RewardRolloutConfig, folder: str) -> dict[str, Any]:
         "disable-cuda-graph": rollout.enforce_eager,
         "disable-radix-cache": not rollout.enable_prefix_caching,
         "enable-metrics": not rollout.disable_log_stats,
+        "cuda-graph-bs": None if rollout.enforce_eager else rollout.cudagraph_capture_sizes,
     }
-    if rollout.cudagraph_capture_sizes is not None and not rollout.enforce_eager:
-        options["cuda-graph-bs"] = rollout.cudagraph_capture_sizes
-    return options
+    return "sglang.launch_server", options, _hyphenated(rollout.engine_kwargs.sglang)
+
+
+def _hyphenated(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {key.replace("_", "-"): value for key, value in given.items()}
 
 
 def _longest(rollout: RewardRolloutConfig) -> int:

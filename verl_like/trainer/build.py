@@ -129,7 +129,7 @@ class Prepared:
 def prepare(config: PPOConfig, stack: ExitStack) -> Prepared:
     """Check everything that needs no worker: own code, tools, model files, data, batch plan, graders, which are started
     and tried. ValueError, OSError: what is wrong. What was started ends with `stack`."""
-    if config.actor_rollout_ref.rollout.name == "openai":
+    if config.actor_rollout_ref.rollout.engine.endpoint:
         raise ValueError(
             "actor_rollout_ref.rollout.name=openai: an endpoint takes no weights, so there is nothing to train or to "
             "validate in a run; `verl-like eval` asks it, or set name=vllm"
@@ -314,7 +314,8 @@ def assemble(
 ) -> PPOTrainer:
     """Put the driver's parts around the worker groups; `stack` closes those that have to be."""
     settings = config.trainer
-    skips, recorded = config.actor_rollout_ref.rollout.skip_rollout, config.actor_rollout_ref.rollout.name == "recorded"
+    rollout = config.actor_rollout_ref.rollout
+    skips, recorded = rollout.skip_rollout, rollout.engine.recorded
     pair = pools.of(ACTOR), pools.of(ROLLOUT)
     weights = Weights(*pair, timeout_s=settings.rpc_timeout, nobody_samples=recorded)
     sampling = {

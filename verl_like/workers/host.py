@@ -17,7 +17,6 @@ import torch
 from verl_like.batch import Metric
 from verl_like.cluster.worker_group import RankEnv
 from verl_like.config.roles import ACTOR, CRITIC, REF, REWARD, ROLLOUT
-from verl_like.config.rollout import RolloutConfig
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.observe.memory import PhaseMemory, allocated_bytes
 from verl_like.parallel.device_peak import DevicePeak, device_peak
@@ -72,9 +71,8 @@ _MEASURED = {  # calls whose memory is told, under the names of the step's clock
     (CRITIC, "values"): "values",
     (CRITIC, "update"): "update_critic",
 }
-_ANY_PHASE = frozenset(
-    {"saved", "where", "open_link", "listen", "join", "wanted", "unload"}
-)  # methods that touch no device memory
+# Methods that touch no device memory
+_ANY_PHASE = frozenset({"saved", "where", "open_link", "listen", "join", "wanted", "unload"})
 
 
 class RoleHost:
@@ -108,14 +106,12 @@ class RoleHost:
         }
         rollout = spec.config.actor_rollout_ref.rollout
         for name, make in makers.items():
-            if name in spec.roles and not (name == ROLLOUT and rollout.name == "recorded"):
+            if name in spec.roles and (name != ROLLOUT or rollout.engine.code is not None):
                 began, cpu = time.perf_counter(), time.process_time()
                 before = allocated_bytes(self.process.device)
                 self.roles[name] = make()
-                if name == ROLLOUT and puts_to_sleep(rollout):
-                    self._asleep = (
-                        allocated_bytes(self.process.device) - before
-                    )  # torch counts it as there all the time
+                if name == ROLLOUT and rollout.free_cache_engine and rollout.engine.counted_asleep:
+                    self._asleep = allocated_bytes(self.process.device) - before
                 self._seconds[name] = time.perf_counter() - began, time.process_time() - cpu
 
     def run(self, role: str, method: str, *arguments: Any) -> Any:
@@ -168,11 +164,6 @@ class RoleHost:
                     getattr(self.roles[name], end)()
         finally:
             shutdown_distributed()
-
-
-def puts_to_sleep(rollout: RolloutConfig) -> bool:
-    """Whether the engine frees its device memory while others work."""
-    return rollout.name == "vllm" and rollout.free_cache_engine
 
 
 def build_profiler(spec: WorkerSpec, process: ProcessInfo) -> WorkerProfiler:
