@@ -5,15 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
+from verl_like.config import RolloutConfig
 from verl_like.kit.bench.engine_process import EngineProcess, EngineSettings, Hosted, connected, hosted, receive, wanted
 from verl_like.parallel.dist import ProcessInfo
+from verl_like.rollout.base import RolloutEngine
 from verl_like.weight_sync.channel import InProcess, SendingEnd
+from verl_like.weight_sync.receiver import WeightReceiver
 from verl_like.weight_sync.source import WeightSource
 from verl_like.weight_sync.verdict import Receipt, SyncReport, WeightSyncError, verdict
+from verl_like.workers.weights import sync_within
 
 Result = TypeVar("Result")
 
@@ -34,6 +39,20 @@ class EngineHere:
 
 
 Engine = EngineHere | EngineProcess
+Sync = Callable[[int], SyncReport]  # by version
+
+
+def within(
+    engine: Any,
+    rollout: RolloutEngine,
+    config: RolloutConfig,
+    process: ProcessInfo,
+    trainer_dtype: torch.dtype = torch.float32,
+) -> Sync:
+    """Syncs of trainer and engine in this process, as the hybrid engine names its ranks."""
+    prove, name = config.sync_probe, "rank {}"
+    source = WeightSource(engine, process, prove=prove, trainer_dtype=trainer_dtype, name=name)
+    return partial(sync_within, source, WeightReceiver(rollout, config, process, name=name))
 
 
 def connect(kind: str, engine: Engine, device: torch.device, **settings: Any) -> SendingEnd:

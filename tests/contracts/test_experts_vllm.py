@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.contracts.engine_ends import Sync, within
 from tests.unit.engine import tiny
 from tests.unit.models import zoo
 from tests.unit.rollout.tiny import build_for
@@ -15,7 +16,7 @@ from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.models import families
 from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
 from verl_like.rollout.base import RolloutEngine
-from verl_like.weight_sync.sync import WeightSync, WeightSyncError
+from verl_like.weight_sync.verdict import WeightSyncError
 
 MIXTURES = [name for name, row in families.FAMILIES.items() if families.VLLM in row.tested and "experts" in row.kind]
 pytestmark = pytest.mark.engines  # each takes a start of vLLM
@@ -36,9 +37,9 @@ def test_every_sync_reaches_the_kernels(
     path = zoo.folder(tmp_path, name, num_attention_heads=2, num_key_value_heads=1)
     engine, batch = tiny.build_engine(process, path), tiny.experience(9)
     rollout = build_for("vllm", ModelConfig(path=path), process, tokenizer_size=tiny.VOCAB)
-    sync = WeightSync(engine, rollout, RolloutConfig(), process)
+    sync = within(engine, rollout, RolloutConfig(), process)
     for version in (1, 2):
-        report = sync.sync(version)
+        report = sync(version)
         assert report.num_read_back == report.num_tensors == len(engine.weight_names()) > 48
         assert report.probe_gap is not None and report.probe_gap < 1e-4
         engine.train_minibatch(batch, tiny.PolicyLoss(), tiny.denominators(batch), rule=tiny.ONE_BATCH)
@@ -47,7 +48,7 @@ def test_every_sync_reaches_the_kernels(
     rollout.shutdown()
 
 
-def fault_is_found(rollout: RolloutEngine, sync: WeightSync, monkeypatch: pytest.MonkeyPatch) -> None:
+def fault_is_found(rollout: RolloutEngine, sync: Sync, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: the engine takes gate for up and up for gate, of every expert."""
     swap = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
     load = rollout.load_weights
@@ -58,4 +59,4 @@ def fault_is_found(rollout: RolloutEngine, sync: WeightSync, monkeypatch: pytest
 
     monkeypatch.setattr(rollout, "load_weights", exchanged)
     with pytest.raises(WeightSyncError, match=r"differs in the rollout engine: .*experts\.0\.gate_proj"):
-        sync.sync(3)
+        sync(3)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.contracts.engine_ends import EngineHere, connect, transfer, unload
+from tests.contracts.engine_ends import EngineHere, Sync, connect, transfer, unload, within
 from tests.contracts.two_ranks import run_on_two_ranks
 from tests.unit.engine import tiny
 from tests.unit.rollout.tiny import build_for
@@ -34,7 +34,7 @@ from verl_like.plugins.vllm.engine import VLLMRolloutEngine
 from verl_like.rollout.base import RolloutEngine
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, RolloutError, SamplingParams
 from verl_like.weight_sync.source import WeightSource
-from verl_like.weight_sync.sync import WeightSync, WeightSyncError
+from verl_like.weight_sync.verdict import WeightSyncError
 
 Items = Iterator[tuple[str, Tensor]]
 
@@ -85,8 +85,8 @@ def train(engine: FSDPEngine, seed: int) -> None:
     engine.train_minibatch(batch, tiny.PolicyLoss(), tiny.denominators(batch), rule=tiny.ONE_BATCH)
 
 
-def weight_sync(engine: FSDPEngine, rollout: RolloutEngine, process: ProcessInfo, **config: Any) -> WeightSync:
-    return WeightSync(engine, rollout, RolloutConfig(**config), process)
+def weight_sync(engine: FSDPEngine, rollout: RolloutEngine, process: ProcessInfo, **config: Any) -> Sync:
+    return within(engine, rollout, RolloutConfig(**config), process)
 
 
 def gap(engine: FSDPEngine, done: list[Completion]) -> float:
@@ -108,7 +108,7 @@ def test_base_weights_go_once_and_adapters_every_time(rollout: RolloutEngine, pr
     sync = weight_sync(engine, rollout, process)
     texts = []
     for version in range(1, 5):
-        report = sync.sync(version)
+        report = sync(version)
         first = version == 1
         assert report.form == ("apart" if first else "adapters")
         assert report.num_tensors == NUM_ADAPTERS + (len(engine.weight_names()) if first else 0)
@@ -122,7 +122,7 @@ def test_base_weights_go_once_and_adapters_every_time(rollout: RolloutEngine, pr
     assert gap(engine, rollout.generate(REQUESTS)) > 1e-2  # one update behind
     assert texts[0] != texts[-1]
     size = sum(shape.numel() for shape in engine.weight_names("adapters").values())
-    assert sync.sync(5).bytes == 4 * size
+    assert sync(5).bytes == 4 * size
 
 
 def test_adapters_and_merged_weights_are_the_same_policy(
@@ -133,10 +133,10 @@ def test_adapters_and_merged_weights_are_the_same_policy(
     for seed in range(3):
         train(engine, seed)
     sync = weight_sync(engine, rollout, process)
-    sync.sync(1)
+    sync(1)
     tokens = [r.prompt_ids + c.token_ids for r, c in zip(REQUESTS, rollout.generate(REQUESTS), strict=True)]
     merged = build_rollout("hf", path, process, lora=LoraConfig(merge=True))
-    WeightSync(engine, merged, RolloutConfig(), process).sync(1)
+    within(engine, merged, RolloutConfig(), process)(1)
     assert torch.allclose(torch.tensor(rollout.score(tokens)), torch.tensor(merged.score(tokens)), atol=1e-5)
     merged.shutdown()
 
@@ -208,16 +208,16 @@ def test_faults_are_caught_and_base_weights_go_again(
     for seed in range(2):
         train(engine, seed)
     sync = weight_sync(engine, rollout, process)
-    sync.sync(1)
+    sync(1)
     export = engine.export_weights
     with monkeypatch.context() as patch:
         patch.setattr(engine, "export_weights", lambda dtype, form: spoil(export(dtype, form)))
         with pytest.raises(WeightSyncError, match=message):
-            sync.sync(2)
+            sync(2)
     assert rollout.weight_version is None
     with pytest.raises(RolloutError, match="no weights"):
         rollout.generate(REQUESTS)
-    report = sync.sync(3)
+    report = sync(3)
     assert report.form == "apart"
     assert gap(engine, rollout.generate(REQUESTS)) < 1e-5
 
@@ -227,11 +227,11 @@ def test_an_engine_that_exchanges_two_adapters_is_caught_by_checksums(
 ) -> None:
     engine = trainer(process, path)
     sync = weight_sync(engine, rollout, process)
-    sync.sync(1)
+    sync(1)
     load = rollout.load_weights
     monkeypatch.setattr(rollout, "load_weights", lambda stream, version, **how: load(_swap(stream), version, **how))
     with pytest.raises(WeightSyncError, match=r"differs in the rollout engine: model\.layers\.1\.self_attn"):
-        sync.sync(2)
+        sync(2)
     assert rollout.weight_version is None
 
 
@@ -288,7 +288,7 @@ def test_the_engine_itself_refuses_what_is_no_adapter(
 ) -> None:
     """Below the ledger, which sees these faults first."""
     engine = trainer(process, path)
-    weight_sync(engine, rollout, process).sync(1)
+    weight_sync(engine, rollout, process)(1)
     good = dict(engine.export_weights(torch.float32, "adapters"))
     bad = {
         "half an adapter": {name: tensor for name, tensor in good.items() if name != B},
@@ -311,7 +311,7 @@ def test_parts_of_fused_modules_alone(
     receiver.unload()
     sync = weight_sync(engine, receiver, process)
     for version in (1, 2, 3):
-        report = sync.sync(version)
+        report = sync(version)
         assert report.num_read_back == report.num_tensors
         assert gap(engine, receiver.generate(REQUESTS)) < 1e-5
         train(engine, version)
@@ -327,17 +327,17 @@ def test_a_resumed_trainer_gives_the_same_responses(
     engine, contents = trainer(process, path), ["model", "optimizer", "extra"]
     train(engine, 0)
     engine.save(str(tmp_path), contents=contents)
-    weight_sync(engine, rollout, process).sync(1)
+    weight_sync(engine, rollout, process)(1)
     train(engine, 1)
-    weight_sync(engine, rollout, process).sync(2)
+    weight_sync(engine, rollout, process)(2)
     expected = rollout.generate(REQUESTS)
     resumed = trainer(process, path, seed=99)
     resumed.load(str(tmp_path), contents=contents)
     rollout.unload()  # as a worker does when it loads
     sync = weight_sync(resumed, rollout, process)
-    assert sync.sync(1).form == "apart"
+    assert sync(1).form == "apart"
     train(resumed, 1)
-    assert sync.sync(2).form == "adapters"
+    assert sync(2).form == "adapters"
     got = rollout.generate(REQUESTS)
     assert [(c.token_ids, c.log_probs) for c in got] == [(c.token_ids, c.log_probs) for c in expected]
 
@@ -375,18 +375,18 @@ def rank_main(rank: int, port: int, folder: Path, path: str, names: list[str]) -
         sync = weight_sync(engine, rollout, process)
         reports = []
         for version in range(1, 4):
-            reports.append(sync.sync(version))
+            reports.append(sync(version))
             train(engine, version)
         if rank == 1:
             engine.export_weights = partial(_misshapen, export)  # type: ignore[method-assign]
         try:
-            sync.sync(4)
+            sync(4)
             error = "none"
         except WeightSyncError as caught:
             error = str(caught)
         version_after_error = rollout.weight_version
         engine.export_weights = export  # type: ignore[method-assign]
-        recovered = sync.sync(5)
+        recovered = sync(5)
         follows = name == "vllm" and rank > 0  # a replica's first rank is given the requests
         done = [rollout.generate([] if follows else REQUESTS)]
         if name == "vllm":

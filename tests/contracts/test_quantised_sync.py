@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.contracts.engine_ends import Sync, within
 from tests.unit.rollout.tiny import FakeTrainEngine, build, log_probs, single_process, state, tiny_model
 from verl_like.config import RolloutConfig
 from verl_like.engine.fsdp import FSDPEngine
@@ -17,7 +18,7 @@ from verl_like.parallel.dist import ProcessInfo, shutdown_distributed
 from verl_like.rollout.base import RolloutEngine
 from verl_like.rollout.int8 import Int8Linear
 from verl_like.rollout.rollout_engine import GenerationRequest, SamplingParams
-from verl_like.weight_sync.sync import WeightSync, WeightSyncError
+from verl_like.weight_sync.verdict import WeightSyncError
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 NUM_MATRICES = 14  # of two layers
@@ -38,8 +39,8 @@ def rollout(
     engine.shutdown()
 
 
-def sync_of(engine: FakeTrainEngine, rollout: RolloutEngine, process: ProcessInfo) -> WeightSync:
-    return WeightSync(cast(FSDPEngine, engine), rollout, RolloutConfig(name="hf", quantization="int8"), process)
+def sync_of(engine: FakeTrainEngine, rollout: RolloutEngine, process: ProcessInfo) -> Sync:
+    return within(cast(FSDPEngine, engine), rollout, RolloutConfig(name="hf", quantization="int8"), process)
 
 
 def rounded(model: torch.nn.Module) -> None:
@@ -52,7 +53,7 @@ def rounded(model: torch.nn.Module) -> None:
 
 def test_what_is_sampled_is_of_the_quantised_model(rollout: RolloutEngine, process: ProcessInfo) -> None:
     engine = FakeTrainEngine(tiny_model(seed=3))
-    report = sync_of(engine, rollout, process).sync(1)
+    report = sync_of(engine, rollout, process)(1)
     assert report.num_read_back == report.num_tensors  # by checksums and by sketches
     assert report.probe_gap is not None and 1e-4 < report.probe_gap < 0.1
     request = GenerationRequest(request_id="r", prompt_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=8), seed=1)
@@ -68,17 +69,17 @@ def test_what_is_sampled_is_of_the_quantised_model(rollout: RolloutEngine, proce
 def test_later_weights_are_quantised_anew(rollout: RolloutEngine, process: ProcessInfo) -> None:
     engine = FakeTrainEngine(tiny_model(seed=3))
     sync = sync_of(engine, rollout, process)
-    sync.sync(1)
+    sync(1)
     engine.model = tiny_model(seed=4)
     engine.model.get_parameter(Q).data *= 50  # its scale of before would be far too small
-    assert sync.sync(2).num_read_back == len(engine.weight_names())
+    assert sync(2).num_read_back == len(engine.weight_names())
 
 
 def test_a_dropped_matrix_is_missed(rollout: RolloutEngine, process: ProcessInfo) -> None:
     engine = FakeTrainEngine(tiny_model(seed=3))
     engine.spoil = lambda items: ((name, tensor) for name, tensor in items if name != Q)
     with pytest.raises(WeightSyncError, match=f"missing: {Q}"):
-        sync_of(engine, rollout, process).sync(1)
+        sync_of(engine, rollout, process)(1)
 
 
 @pytest.mark.parametrize("factor", [1.02, 0.5])
@@ -98,9 +99,9 @@ def test_a_wrong_scale_is_caught(
     monkeypatch.setattr(Int8Linear, "take", planted)
     sync = sync_of(FakeTrainEngine(tiny_model(seed=3)), rollout, process)
     if rows.start is not None and factor == 0.5:  # twice a half: nothing is wrong
-        assert sync.sync(1).probe_gap is not None
+        assert sync(1).probe_gap is not None
     else:
         with pytest.raises(WeightSyncError, match=f"int8 weights differ in the rollout engine: {Q}, dequantised") as no:
-            sync.sync(1)
+            sync(1)
         assert "down_proj" not in str(no.value) and rollout.weight_version is None
     rollout.shutdown()

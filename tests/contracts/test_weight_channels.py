@@ -144,9 +144,7 @@ def test_an_optimizer_whose_steps_change_nothing_is_caught(pair: Pair) -> None:
     """The trainer counts its own steps; receivers are told before anything is sent."""
     pair.connect()
     pair.sync()
-    assert pair.source.is_held(pair.engine.call(wanted).held)
     pair.trainer.changes = pair.trainer.changes.after_step(lr=1e-8, grad_norm=1.0, exact=True)
-    assert not pair.source.is_held(pair.engine.call(wanted).held)
     assert pair.sync().num_changed == 0  # a step as small may be lost
     pair.trainer.changes = pair.trainer.changes.after_step(lr=1e-3, grad_norm=1.0, exact=True)
     with pytest.raises(WeightSyncError, match="none of 27 tensors has changed"):

@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from tests.contracts.engine_ends import Sync, within
 from tests.contracts.two_ranks import run_on_two_ranks
 from tests.unit.rollout.tiny import (
     TOKENIZER_SIZE,
@@ -31,7 +32,7 @@ from verl_like.rollout.rollout_engine import GenerationRequest, RolloutError, Sa
 from verl_like.weight_sync.channel import TakesPart
 from verl_like.weight_sync.receiver import WeightReceiver
 from verl_like.weight_sync.source import WeightSource
-from verl_like.weight_sync.sync import WeightSync, WeightSyncError
+from verl_like.weight_sync.verdict import WeightSyncError
 
 REQUEST = GenerationRequest(request_id="r", prompt_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=4), seed=1)
 K, V = "model.layers.1.self_attn.k_proj.weight", "model.layers.1.self_attn.v_proj.weight"
@@ -57,15 +58,15 @@ def rollout(
     engine.shutdown()
 
 
-def _sync(engine: FakeTrainEngine, rollout: RolloutEngine, process: ProcessInfo, **config: object) -> WeightSync:
-    return WeightSync(cast(FSDPEngine, engine), rollout, RolloutConfig(**config), process)  # type: ignore[arg-type]
+def _sync(engine: FakeTrainEngine, rollout: RolloutEngine, process: ProcessInfo, **config: object) -> Sync:
+    return within(cast(FSDPEngine, engine), rollout, RolloutConfig(**config), process)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("load_format", ["dummy_dtensor", "dummy_hf"])
 def test_proved_sync(rollout: RolloutEngine, process: ProcessInfo, load_format: str) -> None:
     engine = FakeTrainEngine(tiny_model(seed=3))
     sync = _sync(engine, rollout, process, load_format=load_format)
-    report = sync.sync(7)
+    report = sync(7)
     assert report.version == rollout.weight_version == 7
     assert report.num_tensors == len(engine.weight_names())
     assert report.bytes == sum(4 * shape.numel() for shape in engine.weight_names().values())
@@ -76,7 +77,7 @@ def test_proved_sync(rollout: RolloutEngine, process: ProcessInfo, load_format: 
     expected = log_probs(engine.model, REQUEST.prompt_ids + done.token_ids)[2:]
     assert torch.allclose(torch.tensor(done.log_probs), expected, atol=1e-5)
     engine.model = tiny_model(seed=4)
-    assert sync.sync(8).probe_gap is not None
+    assert sync(8).probe_gap is not None
     assert rollout.weight_version == 8
 
 
@@ -146,15 +147,15 @@ def test_faults_are_caught_and_a_full_sync_recovers(
     engine = FakeTrainEngine(tiny_model(seed=3))
     sync = _sync(engine, rollout, process)
     if not first:
-        sync.sync(1)
+        sync(1)
     engine.spoil = spoil
     with pytest.raises(WeightSyncError, match=message):
-        sync.sync(2)
+        sync(2)
     assert rollout.weight_version is None
     with pytest.raises(RolloutError, match="no weights"):
         rollout.generate([REQUEST])
     engine.spoil = lambda items: items
-    assert (sync.sync(3).probe_gap or 0.0) < 1e-5
+    assert (sync(3).probe_gap or 0.0) < 1e-5
     assert set(rollout.generate([REQUEST])[0].sampled.weight_versions) == {3}
 
 
@@ -170,7 +171,7 @@ def test_an_engine_that_loads_wrongly_is_caught_by_checksums(
 
     monkeypatch.setattr(rollout, "load_weights", load_wrongly)
     with pytest.raises(WeightSyncError, match=f"differs in the rollout engine: {name}"):
-        _sync(engine, rollout, process).sync(1)
+        _sync(engine, rollout, process)(1)
     assert rollout.weight_version is None
 
 
@@ -178,12 +179,14 @@ def test_an_optimizer_whose_steps_change_nothing_is_caught(rollout: RolloutEngin
     """Planted: trainer and stream agree on old weights."""
     engine = FakeTrainEngine(tiny_model(seed=3))
     sync = _sync(engine, rollout, process)
-    assert sync.sync(1, optimizer_moved=True).num_changed is None
-    assert sync.sync(2).num_changed == 0  # nobody says that something should have
+    engine.changes = engine.changes.after_step(lr=1e-3, grad_norm=1.0, exact=True)
+    assert sync(1).num_changed is None
+    assert sync(2).num_changed == 0  # nobody says that something should have
+    engine.changes = engine.changes.after_step(lr=1e-3, grad_norm=1.0, exact=True)
     with pytest.raises(WeightSyncError, match=f"none of {len(engine.weight_names())} tensors has changed"):
-        sync.sync(3, optimizer_moved=True)
+        sync(3)
     engine.model.get_parameter(K).data[0, 0] += 1e-6
-    assert sync.sync(4, optimizer_moved=True).num_changed == 1
+    assert sync(4).num_changed == 1
 
 
 def test_steps_lost_to_rounding_are_said(
@@ -191,9 +194,10 @@ def test_steps_lost_to_rounding_are_said(
 ) -> None:
     engine, rollout = FakeTrainEngine(tiny_model(seed=3)), build("hf", tmp_path, process, dtype="bfloat16")
     sync = _sync(engine, rollout, process)
-    sync.sync(1)
+    sync(1)
     engine.model.get_parameter(K).data.mul_(1 + 1e-7)
-    assert sync.sync(2, optimizer_moved=True).num_changed == 0
+    engine.changes = engine.changes.after_step(lr=1e-3, grad_norm=1.0, exact=True)
+    assert sync(2).num_changed == 0
     assert "no weight has changed in torch.bfloat16" in caplog.text
     rollout.shutdown()
 
@@ -201,11 +205,11 @@ def test_steps_lost_to_rounding_are_said(
 def test_without_the_probe_names_are_still_accounted_for(rollout: RolloutEngine, process: ProcessInfo) -> None:
     engine = FakeTrainEngine(tiny_model(seed=3))
     sync = _sync(engine, rollout, process, sync_probe=False)
-    report = sync.sync(1)
+    report = sync(1)
     assert (report.probe_gap, report.num_read_back) == (None, 0)
     engine.spoil = _drop
     with pytest.raises(WeightSyncError, match="missing"):
-        sync.sync(2)
+        sync(2)
 
 
 def test_without_proofs_all_ranks_name_the_weights_alike(rollout: RolloutEngine, process: ProcessInfo) -> None:
@@ -242,7 +246,7 @@ def test_tied_embeddings_are_sent_once(process: ProcessInfo, tmp_path_factory: p
     )
     rollout = HFRolloutEngine(spec)
     try:
-        assert (_sync(engine, rollout, process).sync(1).probe_gap or 0.0) < 1e-5
+        assert (_sync(engine, rollout, process)(1).probe_gap or 0.0) < 1e-5
     finally:
         rollout.shutdown()
 
@@ -277,12 +281,12 @@ def rank_main(rank: int, port: int, folder: Path, names: list[str]) -> None:
     out = {}
     for name in names:
         rollout = build(name, folder / f"rollout{rank}", process, tensor_model_parallel_size=2 if name == "vllm" else 1)
-        sync = WeightSync(cast(FSDPEngine, engine), rollout, RolloutConfig(), process)
-        first = sync.sync(1)
+        sync = within(cast(FSDPEngine, engine), rollout, RolloutConfig(), process)
+        first = sync(1)
         if rank == 1:
             engine.export_weights = lambda dtype, form: _reshape(export(dtype, form))  # type: ignore[method-assign]
         try:
-            sync.sync(2)
+            sync(2)
             error = "none"
         except WeightSyncError as caught:
             error = str(caught)
@@ -291,12 +295,12 @@ def rank_main(rank: int, port: int, folder: Path, names: list[str]) -> None:
         load = rollout.load_weights
         rollout.load_weights = lambda items, version, load=load, **how: load(_negate(items), version, **how)  # type: ignore[method-assign]
         try:
-            sync.sync(3)
+            sync(3)
             loader_error = "none"
         except WeightSyncError as caught:
             loader_error = str(caught)
         rollout.load_weights = load  # type: ignore[method-assign]
-        recovered = sync.sync(4)
+        recovered = sync(4)
         asked = [] if name == "vllm" and rank else [REQUEST]  # a replica's first rank is given the requests
         done = rollout.generate(asked)
         out[name] = {

@@ -13,7 +13,7 @@ from tests.e2e.support import MEASURED, main_ppo, metrics_of, overrides, write_t
 from verl_like.models.loading import load_tokenizer
 from verl_like.trainer.compose import compose
 from verl_like.trainer.main_ppo import train
-from verl_like.workers.weights import WeightsWithin
+from verl_like.workers.weights import WeightsRole
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +80,8 @@ def test_weights_that_a_sleeping_engine_throws_away_change_nothing(
     tmp_path: Path, tiny_model: Path, judge: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model that scores a validation puts the engine to sleep, and no sync comes before the next responses."""
-    restore, restored, ways = WeightsWithin._restore, [], []
-    monkeypatch.setattr(WeightsWithin, "_restore", lambda self: restored.append(restore(self)))
+    restore, restored, ways = WeightsRole._restore, [], []
+    monkeypatch.setattr(WeightsRole, "_restore", lambda *given: restored.append(restore(*given)))
     for level in (1, 2):
         (tmp_path / str(level)).mkdir()
         settings = {"actor_rollout_ref.rollout.sleep_level": level, "trainer.total_training_steps": 3}

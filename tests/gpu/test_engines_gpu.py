@@ -11,6 +11,7 @@ from typing import cast
 import pytest
 import torch
 
+from tests.contracts.engine_ends import within
 from tests.contracts.test_speculation import COUNT, DRAFTS, excess, model, requests
 from tests.unit.rollout.tiny import MAX_LEN, TOKENIZER_SIZE, FakeTrainEngine, free_port, state, tiny_config
 from verl_like.config import EngineKwargsConfig, ModelConfig, RolloutConfig
@@ -22,7 +23,6 @@ from verl_like.rollout.base import RolloutEngine
 from verl_like.rollout.build import build_rollout_engine
 from verl_like.services.server import Server
 from verl_like.weight_sync.ledger import QuantisedLedger
-from verl_like.weight_sync.sync import WeightSync
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -58,11 +58,11 @@ def small(**settings: object) -> RolloutConfig:
 def test_fp8_weights_are_quantised_at_each_sync_and_proved(process: ProcessInfo, tmp_path: Path) -> None:
     config = small(quantization="fp8")
     rollout, trainer = vllm(process, tmp_path, config), FakeTrainEngine(model())
-    sync = WeightSync(cast(FSDPEngine, trainer), rollout, config, process, trainer_dtype=torch.bfloat16)
+    sync = within(cast(FSDPEngine, trainer), rollout, config, process, trainer_dtype=torch.bfloat16)
     for version, factor in ((1, 1.0), (2, 8.0)):  # the second would not fit the first one's scales
         for parameter in trainer.model.model.layers.parameters():
             parameter.data *= factor if parameter.ndim == 2 else 1.0
-        report = sync.sync(version)
+        report = sync(version)
         print(f"fp8, version {version}: gap {report.probe_gap}, {report.num_read_back} of {report.num_tensors} proved")
         assert report.num_read_back == report.num_tensors
     ledger, shapes = QuantisedLedger("fp8"), trainer.weight_names()

@@ -11,6 +11,7 @@ from typing import cast
 import pytest
 import torch
 
+from tests.contracts.engine_ends import within
 from tests.unit.rollout.tiny import MAX_LEN, TOKENIZER_SIZE, FakeTrainEngine, free_port, tiny_config, tiny_model
 from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.engine.fsdp import FSDPEngine
@@ -18,7 +19,6 @@ from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_dist
 from verl_like.rollout.base import RolloutEngine
 from verl_like.rollout.build import build_rollout_engine
 from verl_like.rollout.rollout_engine import GenerationRequest, SamplingParams
-from verl_like.weight_sync.sync import WeightSync
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -55,13 +55,13 @@ def rollout(
 
 def test_sync_generate_sleep_sync(rollout: RolloutEngine, process: ProcessInfo) -> None:
     trainer = FakeTrainEngine(tiny_model(seed=3))
-    sync = WeightSync(cast(FSDPEngine, trainer), rollout, RolloutConfig(), process, trainer_dtype=torch.bfloat16)
+    sync = within(cast(FSDPEngine, trainer), rollout, RolloutConfig(), process, trainer_dtype=torch.bfloat16)
     sampling = SamplingParams(max_tokens=16, stop_token_ids=(3,))
     requests = [
         GenerationRequest(request_id=str(i), prompt_ids=[1 + i, 2], sampling=sampling, seed=i) for i in range(40)
     ]
     for version in (1, 2):
-        report = sync.sync(version)
+        report = sync(version)
         assert report.probe_gap is not None
         assert report.num_read_back == report.num_tensors
         done = rollout.generate(requests)

@@ -11,6 +11,7 @@ from verl_like.config.doctor_paths import impossible_paths
 from verl_like.config.doctor_reward_model import REWARD_MODEL_IDLE, impossible_reward_model
 from verl_like.config.doctor_rewards import REWARD_IDLE, impossible_rewards, risky_rewards
 from verl_like.config.doctor_sharding import SHARDING_IDLE, impossible_sharding
+from verl_like.config.engines import SERVERS
 from verl_like.config.enums import DISCOUNTING_ESTIMATORS, GROUP_ESTIMATORS, OPTIMAL_BASELINE_ESTIMATORS
 from verl_like.config.errors import raise_if_any
 from verl_like.config.placement import PLACEMENT_IDLE, impossible_placement, is_apart
@@ -76,23 +77,23 @@ def _roles(config: PPOConfig) -> Iterator[str]:
             f"{_ROLLOUT}.do_sample=False with {_ROLLOUT}.n={policy.rollout.n}: all responses would be "
             f"equal; set do_sample=true or n=1"
         )
-    if policy.rollout.name == "hf" and policy.rollout.tensor_model_parallel_size > 1:
+    if not policy.rollout.engine.tensor_parallel and policy.rollout.tensor_model_parallel_size > 1:
         size = policy.rollout.tensor_model_parallel_size
         yield (
             f"{_ROLLOUT}.tensor_model_parallel_size={size} with {_ROLLOUT}.name=hf: "
             f"the hf engine has no tensor parallelism; set it to 1 or use name=vllm"
         )
-    if policy.rollout.name == "recorded":
+    if policy.rollout.engine.recorded:
         yield from _without_engine(config)
     rollout = policy.rollout
     counting = rollout.presence_penalty or rollout.frequency_penalty or rollout.bad_words or rollout.stop
-    if rollout.use_fire_sampling and rollout.name == "vllm" and counting:
+    if rollout.use_fire_sampling and rollout.engine.first_apart and counting:
         yield (
             f"{_ROLLOUT}.use_fire_sampling=True with presence_penalty, frequency_penalty, bad_words or stop, and "
             f"{_ROLLOUT}.name=vllm: there the first token is a request of its own, which the rest would not count; "
             "leave one out, or use name=hf or sglang"
         )
-    drafts = rollout.engine_kwargs.vllm.get("speculative_config") if rollout.name == "vllm" else None
+    drafts = rollout.engine_kwargs.vllm.get("speculative_config") if rollout.engine.drafts else None
     if drafts is not None and (not isinstance(drafts, dict) or drafts.get("method") != "ngram"):
         yield (
             f"{_ROLLOUT}.engine_kwargs.vllm.speculative_config={drafts}: the weights of a draft model would not follow "
@@ -157,7 +158,7 @@ def _lengths(config: PPOConfig) -> Iterator[str]:
                 f"set data.{source} only, and leave {_ROLLOUT}.{key} out (a saved config.yaml holds it)"
             )
     longest = data.max_prompt_length + data.max_response_length
-    if not rollout.enable_chunked_prefill and rollout.max_num_batched_tokens < longest and rollout.name == "vllm":
+    if not rollout.enable_chunked_prefill and rollout.max_num_batched_tokens < longest and rollout.engine.whole_prompts:
         yield (
             f"{_ROLLOUT}.max_num_batched_tokens={rollout.max_num_batched_tokens} with "
             f"enable_chunked_prefill=False: must be at least max_model_len ({longest})"
@@ -288,16 +289,13 @@ IDLE: tuple[Idle, ...] = (
     *ENV_IDLE,
     Idle(
         tuple(f"{_ROLLOUT}.{name}" for name in _OF_SERVERS),
-        lambda c: c.actor_rollout_ref.rollout.name in ("hf", "openai"),
+        lambda c: not (kind := c.actor_rollout_ref.rollout.engine).keeps_cache or kind.endpoint,
         f"{_ROLLOUT}.name is hf or openai",
     ),
-    *(
-        idle_while(f"{_ROLLOUT}.name", f"not {engine}", f"{_ROLLOUT}.engine_kwargs.{engine}")
-        for engine in ("vllm", "sglang")
-    ),
+    *(idle_while(f"{_ROLLOUT}.name", f"not {engine}", f"{_ROLLOUT}.engine_kwargs.{engine}") for engine in SERVERS),
     Idle(
         (f"{_ROLLOUT}.gpu_memory_utilization", f"{_ROLLOUT}.cudagraph_capture_sizes"),
-        lambda c: c.trainer.device == "cpu" and c.actor_rollout_ref.rollout.name != "hf",
+        lambda c: c.trainer.device == "cpu" and c.actor_rollout_ref.rollout.engine.leaves_device,
         "trainer.device is cpu",
     ),
     Idle(
@@ -334,12 +332,12 @@ IDLE: tuple[Idle, ...] = (
     ),
     Idle(
         (f"{_ROLLOUT}.skip_dump_dir",),
-        lambda c: not c.actor_rollout_ref.rollout.skip_rollout and c.actor_rollout_ref.rollout.name != "recorded",
+        lambda c: not c.actor_rollout_ref.rollout.skip_rollout and not c.actor_rollout_ref.rollout.engine.recorded,
         f"{_ROLLOUT}.skip_rollout is false",
     ),
     Idle(
         (f"{_ROLLOUT}.n_redundant",),
-        lambda c: c.actor_rollout_ref.rollout.name == "recorded",
+        lambda c: c.actor_rollout_ref.rollout.engine.recorded,
         f"{_ROLLOUT}.name=recorded: the responses of each group are there",
     ),
     Idle(

@@ -45,7 +45,7 @@ def impossible_async(config: PPOConfig) -> Iterator[str]:
             f"{mode} with {_ROLLOUT}.scheduler.additional_prompts.enable=True: async_training.over_sample_rate says "
             "how many groups are under way; leave additional_prompts out"
         )
-    if rollout.skip_rollout or rollout.name == "recorded":
+    if rollout.skip_rollout or rollout.engine.recorded:
         yield (
             f"{mode} with recorded steps ({_ROLLOUT}.skip_rollout, name=recorded): their responses are of another "
             "run's weights; set trainer.mode=sync"

@@ -7,6 +7,7 @@ from verl_like.config import batch_plan
 from verl_like.config.actor import ActorConfig
 from verl_like.config.batch_plan import takes_own_log_probs
 from verl_like.config.correction import corrects
+from verl_like.config.engines import ENGINES
 from verl_like.config.enums import LOSS_MODES
 from verl_like.config.loss_knobs import FIXED_AGGREGATION, IDLE_AT_RATIO_ONE, READ_BY, UNBIASED_KL_KINDS
 from verl_like.config.ppo import PPOConfig
@@ -40,9 +41,9 @@ def impossible_quantization(config: PPOConfig) -> Iterator[str]:
     if kind is None:
         return
     key = f"{_ROLLOUT}.quantization={kind}"
-    engine = {"fp8": "vllm", "int8": "hf"}[kind]
-    if rollout.name not in (engine, "recorded"):
-        why = "SGLang takes no weights after it has quantised its own; " if rollout.name == "sglang" else ""
+    engine = next(name for name, row in ENGINES.items() if kind in row.quantisations)
+    if rollout.name != engine and not rollout.engine.recorded:
+        why = rollout.engine.unquantised
         yield f"{key} with {_ROLLOUT}.name={rollout.name}: {why}set name={engine}, or quantization=null"
     if config.actor_rollout_ref.model.lora_rank and not config.actor_rollout_ref.model.lora.merge:
         yield f"{key} with actor_rollout_ref.model.lora.merge=False: set it to True"

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from verl_like.config.engines import SERVERS
 from verl_like.config.enums import REWARD_MANAGERS
 from verl_like.config.placement import is_apart
 from verl_like.config.ppo import PPOConfig
@@ -66,7 +67,7 @@ def _generative(config: PPOConfig) -> Iterator[str]:
         )
     policy = config.actor_rollout_ref.rollout
     together = rollout.gpu_memory_utilization + policy.gpu_memory_utilization
-    if not is_apart(config, REWARD) and policy.name in ("vllm", "sglang") and together > 1:
+    if not is_apart(config, REWARD) and policy.name in SERVERS and together > 1:
         yield (
             f"reward_model.rollout.gpu_memory_utilization={rollout.gpu_memory_utilization} and actor_rollout_ref."
             f"rollout.gpu_memory_utilization={policy.gpu_memory_utilization} are more than 1 together, on the same "

@@ -43,7 +43,7 @@ def impossible_sleep(config: PPOConfig) -> Iterator[str]:
 def impossible_endpoint(config: PPOConfig) -> Iterator[str]:
     """What the endpoint cannot be asked for."""
     rollout, val = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.val_kwargs
-    if rollout.name != "openai":
+    if not rollout.engine.endpoint:
         return
     if rollout.openai.url is None:
         yield f"{_ROLLOUT}.name=openai without {_ROLLOUT}.openai.url: set it, as in http://host:8000/v1"
@@ -128,5 +128,5 @@ def impossible_determinism(config: PPOConfig) -> Iterator[str]:
             f"{beside} take, and so do its last digits; set {_ROLLOUT}.max_num_seqs=1 (one request at a time; it is "
             f"{rollout.max_num_seqs})"
         )
-    if turns and str(rollout.name) != "hf" and rollout.enable_prefix_caching:
+    if turns and rollout.engine.keeps_cache and rollout.enable_prefix_caching:
         yield f"{beside} take, and so does what the cache holds; set {_ROLLOUT}.enable_prefix_caching=False"

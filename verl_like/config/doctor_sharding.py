@@ -9,7 +9,6 @@ from verl_like.config.schema import Idle, get_value, idle_while
 _ACTOR = "actor_rollout_ref.actor.fsdp_config"
 _REF = "actor_rollout_ref.ref.fsdp_config"
 _CRITIC = "critic.model.fsdp_config"
-_VLLM_RANKS = 512  # the largest max_lora_rank of vLLM (vllm.config.lora)
 _ON_HOST = "trainer.device is cpu: everything is in host memory"
 
 _MODELS = ("actor_rollout_ref.model", "critic.model")
@@ -21,12 +20,13 @@ def impossible_sharding(config: PPOConfig) -> Iterator[str]:
     for role in roles_of(config).values():
         if role.tensor > 1:
             yield from _impossible_tensor(role)
-    if policy.rollout.name == "vllm" and policy.model.lora_rank > _VLLM_RANKS and not policy.model.lora.merge:
+    most = policy.rollout.engine.adapter_rank
+    if most and policy.model.lora_rank > most and not policy.model.lora.merge:
         yield (
             f"actor_rollout_ref.model.lora_rank={policy.model.lora_rank} with actor_rollout_ref.model.lora.merge=False "
-            f"and rollout.name=vllm: vLLM keeps adapters up to rank {_VLLM_RANKS}; set model.lora.merge=True"
+            f"and rollout.name=vllm: vLLM keeps adapters up to rank {most}; set model.lora.merge=True"
         )
-    if policy.rollout.name == "sglang" and policy.model.lora_rank and not policy.model.lora.merge:
+    if most == 0 and policy.model.lora_rank and not policy.model.lora.merge:
         yield (
             "actor_rollout_ref.model.lora.merge=False with rollout.name=sglang: SGLang is sent whole weights; set "
             "model.lora.merge=True, or rollout.name=vllm"

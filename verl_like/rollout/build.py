@@ -6,7 +6,6 @@ import torch
 from transformers import PretrainedConfig
 
 from verl_like.config import ModelConfig, RolloutConfig
-from verl_like.config.engines import ENGINES
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.rollout.base import EngineSpec, RolloutEngine
 from verl_like.user_code import load
@@ -47,7 +46,7 @@ def require_heads(rollout: RolloutConfig, hf_config: PretrainedConfig, device_ty
         problem = f"does not divide the model's {heads} attention heads"
     elif kept % size and size % kept:
         problem = f"neither divides the model's {kept} key-value heads nor is a multiple of them"
-    elif kept % size and rollout.name == "sglang" and device_type == "cpu":
+    elif kept % size and rollout.engine.pads_heads and device_type == "cpu":
         sizes = [n for n in sizes if kept % n == 0]
         problem = (
             f"does not divide the model's {kept} key-value heads: SGLang on a CPU fills up heads with zeros, and what "
@@ -114,8 +113,7 @@ def build_rollout_engine(
         run_id=run_id,
         address=address,
     )
-    kind = ENGINES.get(rollout.name)
-    if kind is None or (kind.own_process and address is None):
+    if rollout.engine.code is None or (rollout.engine.own_process and address is None):
         raise ValueError(f"rollout.name={rollout.name!r} is no engine for this process")
-    engine: RolloutEngine = load(kind.code, "rollout.name")(spec)
+    engine: RolloutEngine = load(rollout.engine.code, "rollout.name")(spec)
     return engine

@@ -58,8 +58,7 @@ class Wire:
 
         Then `close`, in that thread.
         """
-        with suppress(OSError):  # it is cut already
-            self._socket.shutdown(socket.SHUT_RDWR)
+        _cut(self._socket)
 
     def close(self) -> None:
         self.cut()
@@ -141,12 +140,11 @@ class Socket:
             self._places.release()
 
     def close(self) -> None:
-        with suppress(OSError):  # it is closed already
-            self._socket.shutdown(socket.SHUT_RDWR)
+        _cut(self._socket)
 
 
 def _cut(connected: socket.socket) -> None:
-    with suppress(OSError):
+    with suppress(OSError):  # it is cut already
         connected.shutdown(socket.SHUT_RDWR)
 
 

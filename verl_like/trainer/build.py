@@ -130,7 +130,7 @@ def prepare(config: PPOConfig, stack: ExitStack) -> Prepared:
 
     Graders are started and tried; what was started ends with `stack`. Raises ValueError, OSError: what is wrong.
     """
-    if config.actor_rollout_ref.rollout.name == "openai":
+    if config.actor_rollout_ref.rollout.engine.endpoint:
         raise ValueError(
             "actor_rollout_ref.rollout.name=openai: an endpoint takes no weights, so there is nothing to train or to "
             "validate in a run; `verl-like eval` asks it, or set name=vllm"
@@ -324,7 +324,8 @@ def assemble(
 ) -> PPOTrainer:
     """Put the driver's parts around the worker groups; `stack` closes those that have to be."""
     settings = config.trainer
-    skips, recorded = config.actor_rollout_ref.rollout.skip_rollout, config.actor_rollout_ref.rollout.name == "recorded"
+    rollout = config.actor_rollout_ref.rollout
+    skips, recorded = rollout.skip_rollout, rollout.engine.recorded
     pair = pools.of(ACTOR), pools.of(ROLLOUT)
     weights = Weights(*pair, timeout_s=settings.rpc_timeout, nobody_samples=recorded)
     sampling = {

@@ -134,7 +134,7 @@ class RecordedSource(Collector):
     def next_batch(self, step: int) -> tuple[Rollouts, PendingBatch]:
         """Return the next batch; see Collector. Raises ConfigError for a missing step where nothing can sample it."""
         file, policy = step_file(dump_dir(self.config), step), self.config.actor_rollout_ref.rollout
-        if not file.exists() and policy.name != "recorded":
+        if not file.exists() and not policy.engine.recorded:
             return super().next_batch(step)
         found, self._metrics = read_step(file), {}
         self._source.skip()  # the place in the data moves on, as it did then

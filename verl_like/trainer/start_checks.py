@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import ast
-import difflib
-import importlib.util
 import os
 import socket
 import sys
 import urllib.parse
 import urllib.request
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,7 +64,7 @@ def _counts(config: PPOConfig, device: str) -> list[tuple[str, int, int, tuple[f
     """List key, value, factor, and (bytes, name) of one of them, for the things that this run makes."""
     rollout, data, reward = config.actor_rollout_ref.rollout, config.data, config.reward_model
     helps = rollout.multi_turn.enable or runs_agent_loops(rollout) or runs_programs(rollout) or config.env.train.tags
-    length = rollout.max_model_len or data.max_prompt_length + data.max_response_length
+    row = 4.0 * (rollout.max_model_len or data.max_prompt_length + data.max_response_length), "rows of tokens"
     ranks = config.trainer.n_gpus_per_node
     rows: list[tuple[Any, str, Any, int, tuple[float, str]]] = [
         (True, "custom_reward_function.num_workers", config.custom_reward_function.num_workers, 1, _HELPER),
@@ -80,7 +76,7 @@ def _counts(config: PPOConfig, device: str) -> list[tuple[str, int, int, tuple[f
         (True, f"{_ROLLOUT}.n_redundant", rollout.n_redundant, data.train_batch_size, _RESPONSE),
         (data.val_files, f"{_ROLLOUT}.val_kwargs.n", rollout.val_kwargs.n, 1, _RESPONSE),
         (reward.judge.url, "reward_model.judge.max_concurrent", reward.judge.max_concurrent, 1, _THREAD),
-        (rollout.name == "vllm", f"{_ROLLOUT}.max_num_seqs", rollout.max_num_seqs, 1, (4.0 * length, "rows of tokens")),
+        (rollout.engine.rows_of_tokens, f"{_ROLLOUT}.max_num_seqs", rollout.max_num_seqs, 1, row),
     ]
     return [(key, value, times, takes) for used, key, value, times, takes in rows if used]
 
@@ -91,23 +87,11 @@ def _check_engines(config: PPOConfig) -> None:
     if generates(config.reward_model, config.custom_reward_function):
         chosen["reward_model.rollout"] = config.reward_model.rollout
     for section, rollout in chosen.items():
-        kind = ENGINES.get(str(rollout.name))
-        if kind is not None and kind.installed is not None:
+        kind = ENGINES[str(rollout.name)]
+        if kind.installed is not None:
             load(kind.installed, f"{section}.name")(f"{section}.name")
-        given = rollout.engine_kwargs.vllm if section == _ROLLOUT else {}
-        spec = importlib.util.find_spec("vllm") if given and rollout.name == "vllm" else None
-        file = None if spec is None else spec.origin
-        known = set() if file is None else _fields(Path(file).parent / "engine" / "arg_utils.py", "EngineArgs")
-        for name in sorted(set(given) - known) if known else ():
-            near = "".join(f"; did you mean {each}?" for each in difflib.get_close_matches(name, known, n=1))
-            raise ValueError(f"{section}.engine_kwargs.vllm.{name}={given[name]}: vLLM has no such argument{near}")
-
-
-def _fields(file: Path, name: str) -> set[str]:
-    """Read the fields of a dataclass in a file, which importing would take seconds; empty where it is not there."""
-    body = ast.parse(file.read_text(encoding="utf-8")).body if file.is_file() else []
-    fields = [each for found in body if isinstance(found, ast.ClassDef) and found.name == name for each in found.body]
-    return {each.target.id for each in fields if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)}
+        if section == _ROLLOUT and kind.require_arguments is not None:
+            load(kind.require_arguments, f"{section}.name")(rollout, section)
 
 
 def _urls(config: PPOConfig) -> dict[str, str]:

@@ -35,22 +35,19 @@ class Weights:
         self.version = None
 
     def sync(self, version: int) -> SyncReport | None:
-        """Fill the rollout engines with the trained weights, proved; the slowest rank's report. None if they have them.
+        """Fill the rollout engines with the trained weights, proved; what the slowest ranks report. None if they have
+        them.
 
         Raises WeightSyncError, or WorkerError where a rank has failed: the engines refuse to sample.
         """
         if self.version == version or self._nobody_samples:
             return None
         with self.reachable():
-            report = self._within_processes(version) if self._actor is self._rollout else self._between_pools(version)
+            report = self._transfer_to_all(version)
         self.version = version
         return report
 
-    def _within_processes(self, version: int) -> SyncReport:
-        reports = self._actor.call_all("weights.sync", version).wait(timeout=self._timeout_s)
-        return max(reports, key=lambda report: report.seconds)
-
-    def _between_pools(self, version: int) -> SyncReport:
+    def _transfer_to_all(self, version: int) -> SyncReport:
         """Transfer until all engines that are there have the weights; each lost meanwhile costs another transfer."""
         while True:
             lost = self._num_lost
@@ -67,13 +64,16 @@ class Weights:
         return self._rollout.num_lost if isinstance(self._rollout, Fleet) else 0
 
     def _transfer(self, version: int) -> SyncReport:
-        """Run one transfer: one pool sends while the other receives; here their reports meet."""
+        """Have one side send and the other receive, at once where they are two pools; here their reports meet."""
+        within = self._actor is self._rollout
         wanted = Wanted.of_all(self._rollout.call_all("weights.wanted").wait(timeout=self._timeout_s))
         members = self._rollout.replicas.copy() if isinstance(self._rollout, Fleet) else []
         connected, self._connected_to = self._connected_to, None  # a transfer that breaks off closes its channel
-        if connected != members:
+        if not within and connected != members:
             self._connect()
         sending = self._actor.call_all("weights.send", version, wanted)
+        if within:  # a rank that fails alone must not go on, into the receivers' collectives
+            sending.wait(timeout=self._timeout_s)
         receiving = self._rollout.call_all("weights.receive")
         sent = sending.wait(timeout=self._timeout_s)
         broken = any(report.problems for report in sent)  # then nothing more comes to those who receive

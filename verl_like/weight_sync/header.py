@@ -52,11 +52,6 @@ class Header:
     base: str = ""
     mark: str = ""
 
-    @property
-    def num_bytes(self) -> int:
-        """Of the whole stream."""
-        return self.dtype.itemsize * sum(shape.numel() for shape in self.shapes.values())
-
     def num_changed(self, before: Header | None) -> int | None:
         """How many tensors are others than in an earlier update; None where that did not have them all."""
         earlier = {} if before is None else before.checksums or {}

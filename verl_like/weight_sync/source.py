@@ -42,22 +42,17 @@ class WeightSource:
         self._engine, self._prove, self._trainer_dtype = engine, prove, trainer_dtype
         self._name = name.format(process.rank)
         self._sent: Header | None = None  # last
-        self._arrived: Header | None = None  # the last of which a receiver has shown that it holds it
-
-    def is_held(self, held: HeldWeights | None) -> bool:
-        """Whether an engine that holds `held` has what the trainer has now; local."""
-        return self._sent is not None and self._sent.changes == self._engine.changes and self._has_sent(held)
+        self.delivered: Header | None = None  # the last of which a receiver has shown that it holds it
 
     def arrived(self) -> None:
         """What was sent last is proved to be there: the next sync compares with it, even where the engine has let go of
         it."""
-        self._arrived = self._sent
+        self.delivered = self._sent
 
-    def send(self, version: int, wanted: Wanted, channel: SendingEnd, *, optimizer_moved: bool | None = None) -> Sent:
+    def send(self, version: int, wanted: Wanted, channel: SendingEnd) -> Sent:
         """Send the engine's weights as `version`, to receivers that want `wanted`; problems are in the result.
 
-        optimizer_moved: whether since the last sync the optimizer made steps that float32 weights cannot have missed;
-        None: as the engine's own count says. Raises WeightSyncError where this rank alone cannot go on: the others wait
+        Raises WeightSyncError where this rank alone cannot go on: the others wait
         for it in a collective, and only this process ending its call can free them. Receivers are told.
         """
         began = time.perf_counter()
@@ -66,11 +61,11 @@ class WeightSource:
         except Exception as error:
             raise self._alone(channel, "the header of the trained weights", error) from error
         if self._has_sent(wanted.held):
-            self._arrived = self._sent
-        before = self._arrived
+            self.delivered = self._sent
+        before = self.delivered
         changed, problems = header.num_changed(before), list[str]()
         moved = before is not None and header.changes.must_differ(before.changes)
-        if changed == 0 and (moved if optimizer_moved is None else optimizer_moved):
+        if changed == 0 and moved:
             problems = self._nothing_changed(header)
         seconds = time.perf_counter() - began
         if problems:
@@ -133,7 +128,7 @@ class WeightSource:
             logger.warning(
                 "the optimizer has stepped, but no weight has changed in %s since the last sync: the rollout engine "
                 "still samples from the policy of version %s; updates smaller than that precision are not seen by it",
-                *(header.dtype, self._arrived and self._arrived.version),
+                *(header.dtype, self.delivered and self.delivered.version),
             )
             return []
         return [

@@ -17,7 +17,6 @@ import torch
 from verl_like.batch import Metric
 from verl_like.cluster.worker_group import RankEnv
 from verl_like.config.roles import ACTOR, CRITIC, REF, REWARD, ROLLOUT
-from verl_like.config.rollout import RolloutConfig
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.observe.memory import PhaseMemory, allocated_bytes
 from verl_like.parallel.device_peak import DevicePeak, device_peak
@@ -29,7 +28,7 @@ from verl_like.workers.residency import Phase, Residency
 from verl_like.workers.roles import ActorRole, CriticRole, ReferenceRole, reward_worker_class
 from verl_like.workers.rollout import RolloutRole
 from verl_like.workers.spec import WorkerSpec
-from verl_like.workers.weights import WeightsReceiver, WeightsSender, WeightsWithin
+from verl_like.workers.weights import WeightsRole
 
 
 @contextmanager
@@ -63,16 +62,16 @@ WEIGHTS = "weights"
 _PHASES = {ROLLOUT: Phase.rollout}  # of the methods of a role; of all others: train
 _MEASURED = {  # calls whose memory is told, under the names of the step's clock
     (ROLLOUT, "serve"): "gen",
-    (WEIGHTS, "sync"): "update_weights",
+    (WEIGHTS, "send"): "update_weights",
+    (WEIGHTS, "receive"): "update_weights",
     (ACTOR, "log_probs"): "old_log_prob",
     (ACTOR, "update"): "update_actor",
     (REF, "log_probs"): "ref",
     (CRITIC, "values"): "values",
     (CRITIC, "update"): "update_critic",
 }
-_ANY_PHASE = frozenset(
-    {"saved", "where", "open_link", "listen", "join", "wanted", "unload"}
-)  # methods that touch no device memory
+# Methods that touch no device memory
+_ANY_PHASE = frozenset({"saved", "where", "open_link", "listen", "join", "wanted", "unload"})
 
 
 class RoleHost:
@@ -91,12 +90,8 @@ class RoleHost:
         discard = spec.config.actor_rollout_ref.rollout.sleep_level == 2
         self.residency = Residency(self._models, None if rollout is None else rollout.engine, discard=discard)
         actor = self.roles.get(ACTOR)
-        if actor is not None and rollout is not None:
-            self.roles[WEIGHTS] = WeightsWithin(spec, self.process, actor, rollout, self.residency)
-        elif actor is not None:
-            self.roles[WEIGHTS] = WeightsSender(spec, self.process, env, actor)
-        elif rollout is not None:
-            self.roles[WEIGHTS] = WeightsReceiver(spec, self.process, rollout, self.residency)
+        if actor is not None or rollout is not None:
+            self.roles[WEIGHTS] = WeightsRole(spec, self.process, env, self.residency, actor=actor, rollout=rollout)
 
     def _build(self, spec: WorkerSpec, env: RankEnv) -> None:
         """Build the roles, the rollout engine last: at its start gpu_memory_utilization of the device must be free."""
@@ -114,14 +109,12 @@ class RoleHost:
         }
         rollout = spec.config.actor_rollout_ref.rollout
         for name, make in makers.items():
-            if name in spec.roles and not (name == ROLLOUT and rollout.name == "recorded"):
+            if name in spec.roles and (name != ROLLOUT or rollout.engine.code is not None):
                 began, cpu = time.perf_counter(), time.process_time()
                 before = allocated_bytes(self.process.device)
                 self.roles[name] = make()
-                if name == ROLLOUT and puts_to_sleep(rollout):
-                    self._asleep = (
-                        allocated_bytes(self.process.device) - before
-                    )  # torch counts it as there all the time
+                if name == ROLLOUT and rollout.free_cache_engine and rollout.engine.counted_asleep:
+                    self._asleep = allocated_bytes(self.process.device) - before
                 self._seconds[name] = time.perf_counter() - began, time.process_time() - cpu
 
     def run(self, role: str, method: str, *arguments: Any) -> Any:
@@ -174,11 +167,6 @@ class RoleHost:
                     getattr(self.roles[name], end)()
         finally:
             shutdown_distributed()
-
-
-def puts_to_sleep(rollout: RolloutConfig) -> bool:
-    """True where the engine frees its device memory while others work."""
-    return rollout.name == "vllm" and rollout.free_cache_engine
 
 
 def build_profiler(spec: WorkerSpec, process: ProcessInfo) -> WorkerProfiler:

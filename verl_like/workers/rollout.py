@@ -13,7 +13,6 @@ from transformers import PretrainedConfig
 from verl_like.cluster.environment import LOOPBACK, free_port
 from verl_like.cluster.worker_group import RankEnv
 from verl_like.config import ModelConfig, RolloutConfig
-from verl_like.config.engines import ENGINES
 from verl_like.config.rollout import reads_text
 from verl_like.heartbeat import DRIVER, span
 from verl_like.models.loading import load_hf_config
@@ -98,7 +97,7 @@ def start_engine(
 
     Collective. timeout_s: see RemoteEngine.
     """
-    kind = ENGINES[rollout.name]
+    kind = rollout.engine
     if not kind.own_process and not rollout.server:
         return build_rollout_engine(rollout, model, process=process, hf_config=hf_config, run_id=run_id, **more)
     tp = rollout.tensor_model_parallel_size
@@ -153,7 +152,7 @@ def _build_beside(
     itself.
     """
     tp, settings = rollout.tensor_model_parallel_size, {"hf_config": load_hf_config(model), "run_id": run_id, **more}
-    if ENGINES[rollout.name].own_process:
+    if rollout.engine.own_process:
         return build_rollout_engine(rollout, model, process=process, address=address, **settings)
     settings["seed"] += process.rank // tp  # of requests without one, which replicas are to draw differently
     alone = init_distributed(process.rank % tp, tp, process.local_rank, tp, *address, process.device.type)

@@ -9,12 +9,11 @@ from verl_like.cluster.worker_group import RankEnv
 from verl_like.engine.train_engine import WeightChanges
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.weight_sync.broadcast import BroadcastReceiver, BroadcastSender
-from verl_like.weight_sync.channel import SendingEnd, TakesPart
+from verl_like.weight_sync.channel import InProcess, ReceivingEnd, SendingEnd, TakesPart
 from verl_like.weight_sync.header import Wanted
 from verl_like.weight_sync.receiver import WeightReceiver
 from verl_like.weight_sync.source import WeightSource
-from verl_like.weight_sync.sync import SyncReport, WeightSync
-from verl_like.weight_sync.verdict import Receipt, Sent
+from verl_like.weight_sync.verdict import Receipt, Sent, SyncReport, verdict
 from verl_like.weight_sync.wired import Way
 from verl_like.workers.residency import Phase, Residency
 from verl_like.workers.roles import ActorRole
@@ -22,103 +21,110 @@ from verl_like.workers.rollout import RolloutRole
 from verl_like.workers.spec import WorkerSpec
 
 
-class WeightsWithin:
-    """Transfer in a process with the actor and the rollout engine."""
+def sync_within(source: WeightSource, receiver: WeightReceiver, version: int) -> SyncReport:
+    """Do the driver's part (trainer/weights.py) for one process with both ends, where there is no driver to ask.
+
+    Collective. Raises WeightSyncError on every rank; the engine is unloaded then.
+    """
+    channel = InProcess()
+    sent = source.send(version, receiver.wanted(), channel)
+    report = verdict([sent], [receiver.receive(channel)])
+    source.arrived()
+    return report
+
+
+class WeightsRole:
+    """The ends of the actor's way to rollout engines that are in this process: the actor sends, the engine receives.
+
+    The driver calls `wanted` and `receive` where an engine is, `send` where the actor is; between pools `listen` and
+    `join` before. Where both are here the channel is this process itself.
+    """
+
+    _source: WeightSource
+    _receiver: WeightReceiver
 
     def __init__(
-        self, spec: WorkerSpec, process: ProcessInfo, actor: ActorRole, rollout: RolloutRole, residency: Residency
+        self,
+        spec: WorkerSpec,
+        process: ProcessInfo,
+        env: RankEnv,
+        residency: Residency,
+        *,
+        actor: ActorRole | None,
+        rollout: RolloutRole | None,
     ) -> None:
-        config, dtype = spec.config.actor_rollout_ref.rollout, actor.engine.compute_dtype
-        self._sync = WeightSync(actor.engine, rollout.engine, config, process, trainer_dtype=dtype)
-        self._actor, self._residency = actor.engine, residency
-        self._synced: tuple[int, WeightChanges] | None = None  # version, the trainer's count of its updates
-        residency.restore = self._restore
-
-    def sync(self, version: int) -> SyncReport:
-        """Bring the rollout engine to `version` of the trained weights, and prove it."""
-        report = self._sync.sync(version)
-        self._synced = version, self._actor.changes
-        self._residency.enter(Phase.rollout)
-        return report
-
-    def _restore(self) -> None:
-        assert self._synced is not None, "an engine had weights that nobody synced"
-        version, changes = self._synced
-        if changes != self._actor.changes:
-            raise RuntimeError(
-                f"rollout.sleep_level=2 threw the rollout engine's weights of version {version} away, and the trainer "
-                "has others by now: sync before anything is generated"
-            )
-        self._sync.sync(version)
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to free."""
-
-
-class WeightsSender:
-    """Sender in a process with the actor, whose rollout engines are in another pool."""
-
-    def __init__(self, spec: WorkerSpec, process: ProcessInfo, env: RankEnv, actor: ActorRole) -> None:
-        config, dtype = spec.config.actor_rollout_ref.rollout, actor.engine.compute_dtype
-        self._source = WeightSource(actor.engine, process, prove=config.sync_probe, trainer_dtype=dtype)
-        self._process, self._address = process, env.address
-        self._bucket_bytes = config.update_weights_bucket_megabytes * 2**20
-        self._deadline_s = spec.config.trainer.rpc_timeout  # the watchdog looks at each bucket
-        self._channel: SendingEnd = TakesPart()
+        self._spec, self._process, self._address, self._residency = spec, process, env.address, residency
+        self._config = spec.config.actor_rollout_ref.rollout
+        self._sending: SendingEnd = TakesPart()
+        self._receiving: ReceivingEnd | None = None
+        sender = "trainer rank {}"
+        receiver = f"rollout replica {spec.replica} rank {{}}" if spec.replica else "rollout rank {}"
+        if actor is not None and rollout is not None:
+            sender = receiver = "rank {}"
+            self._sending = self._receiving = InProcess()
+            residency.restore = lambda: self._restore(actor.engine.changes)
+        if actor is not None:
+            prove, dtype = self._config.sync_probe, actor.engine.compute_dtype
+            self._source = WeightSource(actor.engine, process, prove=prove, trainer_dtype=dtype, name=sender)
+        if rollout is not None:
+            self._receiver = WeightReceiver(rollout.engine, self._config, process, name=receiver)
 
     def listen(self, receivers: list[str]) -> Way | None:
         """Set the channel up, anew; return how these receivers reach it, on the first rank, None on the others."""
-        self._channel.close()
+        self._sending.close()
         if self._process.rank != 0:
             return None
-        sender = BroadcastSender(
+        self._sending = sender = BroadcastSender(
             self._address,
             receivers,
-            bucket_bytes=self._bucket_bytes,
+            bucket_bytes=self._config.update_weights_bucket_megabytes * 2**20,
             device=self._process.device,
-            deadline_s=self._deadline_s,
+            deadline_s=self._spec.config.trainer.rpc_timeout,  # the watchdog looks at each bucket
         )
-        self._channel = sender
         return sender.way
-
-    def send(self, version: int, wanted: Wanted) -> Sent:
-        """Send the actor's weights as `version` to all that have joined."""
-        return self._source.send(version, wanted, self._channel)
-
-    def close(self) -> None:
-        self._channel.close()
-
-
-class WeightsReceiver:
-    """Receiver in a process with a rollout engine, whose actor is in another pool."""
-
-    def __init__(self, spec: WorkerSpec, process: ProcessInfo, rollout: RolloutRole, residency: Residency) -> None:
-        name = f"rollout replica {spec.replica} rank {{}}" if spec.replica else "rollout rank {}"
-        self._receiver = WeightReceiver(rollout.engine, spec.config.actor_rollout_ref.rollout, process, name=name)
-        self._process, self._residency = process, residency
-        self._channel: BroadcastReceiver | None = None
 
     def join(self, way: Way, first: int = 0) -> None:
         """Join the sender's channel. first: the receiver's number there of this group's first rank."""
         self.close()
-        self._channel = BroadcastReceiver(way, first + self._process.rank, self._process.device)
+        self._receiving = BroadcastReceiver(way, first + self._process.rank, self._process.device)
 
     def wanted(self) -> Wanted:
         """Return what the sender has to know of this rank's engine."""
         return self._receiver.wanted()
 
+    def send(self, version: int, wanted: Wanted) -> Sent:
+        """Send the actor's weights as `version` to all that have joined; within a process they leave as they are
+        received."""
+        return self._source.send(version, wanted, self._sending)
+
     def receive(self) -> Receipt:
         """Receive the weights that are sent, and prove them."""
-        assert self._channel is not None, "received before the channel was joined"
-        receipt = self._receiver.receive(self._channel)
-        self._residency.enter(Phase.rollout)
+        assert self._receiving is not None, "received before the channel was joined"
+        receipt = self._receiver.receive(self._receiving)
+        if not receipt.problems:
+            if self._receiving is self._sending:
+                self._source.arrived()
+            self._residency.enter(Phase.rollout)
         return receipt
 
     def unload(self) -> None:
         """Drop the weights, after a verdict against an update that was well received here."""
         self._receiver.unload()
 
+    def _restore(self, changes: WeightChanges) -> None:
+        """Sync once more what the engine threw away when it went to sleep. changes: the trainer's count by now."""
+        last = self._source.delivered
+        assert last is not None, "an engine had weights that nobody synced"
+        if last.changes != changes:
+            raise RuntimeError(
+                f"rollout.sleep_level=2 threw the rollout engine's weights of version {last.version} away, and the "
+                "trainer has others by now: sync before anything is generated"
+            )
+        sync_within(self._source, self._receiver, last.version)
+
     def close(self) -> None:
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
+        """Leave the channel."""
+        self._sending.close()
+        if self._receiving is not None:
+            self._receiving.close()
+            self._receiving = None

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tests.contracts.engine_ends import within
 from tests.unit.engine import moe_scenarios, tiny
 from tests.unit.engine.tiny import PolicyLoss, ValueLoss, assert_same, build_engine, denominators, experience, weights
 from tests.unit.models import zoo
@@ -20,7 +21,6 @@ from verl_like.models import families
 from verl_like.models.loading import load_hf_config
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.rollout.rollout_engine import GenerationRequest, SamplingParams
-from verl_like.weight_sync.sync import WeightSync
 
 WIDE = moe_scenarios.OFTEN
 REST = [name for name in moe_scenarios.FAMILIES if name not in WIDE]
@@ -83,7 +83,7 @@ def test_an_adapted_model_is_delivered_and_generates_what_the_trainer_scores(
     engine.train_minibatch(batch, PolicyLoss(), denominators(batch), rule=tiny.ONE_BATCH)
     config = ModelConfig(path=path, **settings)  # pyright: ignore[reportArgumentType]
     rollout = build_for("hf", config, process, tokenizer_size=tiny.VOCAB, max_model_len=40)
-    report = WeightSync(engine, rollout, RolloutConfig(), process).sync(1)
+    report = within(engine, rollout, RolloutConfig(), process)(1)
     assert report.num_read_back == report.num_tensors == len(engine.weight_names())
     rows = generated(rollout)
     trained = engine.forward(rows, want=frozenset({"log_probs"}), rule=tiny.ONE_BATCH)["log_probs"]

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from tests.contracts.engine_ends import within
 from tests.unit.engine import tiny
 from tests.unit.engine.tiny import PolicyLoss, ValueLoss, build_engine, denominators, experience, weights
 from tests.unit.rollout.tiny import build_for
@@ -19,7 +20,7 @@ from verl_like.config import ModelConfig, OptimConfig, RolloutConfig
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.parallel.checksum import checksum
 from verl_like.parallel.dist import ProcessInfo
-from verl_like.weight_sync.sync import WeightSync, WeightSyncError
+from verl_like.weight_sync.verdict import WeightSyncError
 
 LORA = {"lora_rank": 4, "lora_alpha": 8}
 WANT = frozenset({"log_probs"})
@@ -154,11 +155,11 @@ def test_adapters_that_are_not_delivered_fail_the_sync(
     """Planted fault: the base weights go out without the adapters, every name and checksum in order."""
     engine = lora_engine(process, path)
     rollout = build_for("hf", ModelConfig(path=path), process, tokenizer_size=tiny.VOCAB)
-    sync = WeightSync(engine, rollout, RolloutConfig(), process)
-    sync.sync(1)
+    sync = within(engine, rollout, RolloutConfig(), process)
+    sync(1)
     for seed in range(3):
         step(engine, seed)
-    report = sync.sync(2)
+    report = sync(2)
     assert report.probe_gap is not None and report.probe_gap < 1e-3
     name = "model.layers.1.mlp.up_proj.weight"
     merged = weights(engine)[name]
@@ -167,6 +168,6 @@ def test_adapters_that_are_not_delivered_fail_the_sync(
     base_only = lambda self, stream: ((n, t) for n, t in stream if "lora_" not in n)  # noqa: E731
     monkeypatch.setattr(type(engine._adapters), "merged", base_only)
     with pytest.raises(WeightSyncError, match="log-probs of the probe differ"):
-        sync.sync(3)
+        sync(3)
     assert rollout.weight_version is None
     rollout.shutdown()

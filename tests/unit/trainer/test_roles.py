@@ -26,7 +26,8 @@ from verl_like.trainer.dispatch import RowBalance
 from verl_like.trainer.replicas import RolloutGroup
 from verl_like.trainer.roles import ActorHandle, CriticHandle, UpdateRules, average_steps
 from verl_like.trainer.weights import Weights
-from verl_like.weight_sync.sync import SyncReport
+from verl_like.weight_sync.header import Wanted
+from verl_like.weight_sync.verdict import Receipt, Sent, WeightSyncError
 
 
 class Done:
@@ -38,6 +39,11 @@ class Done:
 
     def wait(self, timeout: float | None = None) -> list[Any]:
         return self.values
+
+
+class Failed(Done):
+    def wait(self, timeout: float | None = None) -> list[Any]:
+        raise OSError("no header")
 
 
 class FakeGroup:
@@ -195,7 +201,7 @@ def test_replicas_and_order_do_not_depend_on_what_was_sampled_before() -> None:
 
 def test_nothing_is_sampled_from_weights_that_are_not_the_actors() -> None:
     """From an update, or a checkpoint that was read, to the next sync."""
-    pool = FakeGroup(1, lambda *_: report())
+    pool = FakeGroup(1, syncs)
     weights = Weights(pool, pool, timeout_s=1)
     actor = ActorHandle(FakeGroup(1, lambda *_: []), plan(1), balance=True, timeout_s=1, on_change=weights.changed)
     rules = UpdateRules(prompts_per_mini_batch=4, epochs=1, shuffle=False, seed=1, max_response_length=4)
@@ -209,11 +215,45 @@ def test_nothing_is_sampled_from_weights_that_are_not_the_actors() -> None:
             assert len(generate(rollout, [3], [2, 2])) == 2
 
 
-def report() -> SyncReport:
-    return SyncReport(
-        version=7, form="merged", seconds=1.0, bytes=1, num_tensors=1, num_read_back=1, num_changed=None,
-        probe_gap=None, probe_gap_mean=None,
-    )  # fmt: skip
+def syncs(method: str, rank: int, *_: Any) -> Wanted | Sent | Receipt | None:
+    """What a process with actor and engine answers."""
+    wanted = Wanted(dtype=torch.float32, keeps_adapters=False, tokenizer_size=1, max_model_len=1, held=None)
+    sent = Sent(version=7, form="merged", mark="a", num_changed=None, seconds=0.5)
+    receipt = Receipt(mark="a", seconds=1.0 + rank)
+    return {"weights.wanted": wanted, "weights.send": sent, "weights.receive": receipt}.get(method)
+
+
+def test_one_process_goes_the_way_of_two_pools() -> None:
+    """It is asked, sends, receives, and is judged; only nobody listens or joins."""
+    pool = FakeGroup(2, syncs)
+    report = Weights(pool, pool, timeout_s=1).sync(7)
+    assert report is not None and report.seconds == 0.5 + 2.0
+    assert [method for method, _ in pool.given] == ["weights.wanted", "weights.send", "weights.receive"]
+
+
+def test_engines_that_hold_something_else_are_unloaded() -> None:
+    pool = FakeGroup(
+        2, lambda method, rank, *_: Receipt(mark="b", seconds=1.0) if "receive" in method else syncs(method, rank)
+    )
+    weights = Weights(pool, pool, timeout_s=1)
+    with pytest.raises(WeightSyncError, match=r"rollout engines hold \['b', 'b'\]"):
+        weights.sync(7)
+    assert pool.given[-1][0] == "weights.unload" and weights.version is None
+
+
+def test_a_process_that_cannot_send_is_not_asked_to_receive() -> None:
+    """Its rank leaves a collective in which the others wait, and must not meet them in the next one."""
+
+    class Leaves(FakeGroup):
+        def call_all(self, method: str, *args: Any, **kwargs: Any) -> Done:
+            return (
+                Failed([]) if super().call_all(method, *args) and method == "weights.send" else Done([syncs(method, 0)])
+            )
+
+    pool = Leaves(1, syncs)
+    with pytest.raises(OSError, match="no header"):
+        Weights(pool, pool, timeout_s=1).sync(7)
+    assert pool.given[-1][0] == "weights.send"
 
 
 def test_values_come_back_to_their_rows() -> None:

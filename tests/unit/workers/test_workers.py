@@ -21,6 +21,8 @@ from verl_like.parallel.dist import init_distributed, shutdown_distributed
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, SamplingParams
 from verl_like.trainer.compose import compose
 from verl_like.trainer.replicas import RolloutGroup
+from verl_like.trainer.weights import Weights
+from verl_like.weight_sync.verdict import SyncReport
 from verl_like.workers.residency import Phase, Residency
 from verl_like.workers.roles import build_engine
 from verl_like.workers.spec import WorkerSpec
@@ -146,6 +148,12 @@ def experience() -> Experience:
     )
 
 
+def sync(group: LocalWorkerGroup, version: int) -> SyncReport:
+    report = Weights(group, group, timeout_s=60).sync(version)
+    assert report is not None
+    return report
+
+
 def generate(group: LocalWorkerGroup, request: GenerationRequest = REQUEST) -> list[Completion]:
     rollout = RolloutGroup(group, BatchPlan.build(PPOConfig(), 1), timeout_s=60)
     try:
@@ -157,8 +165,8 @@ def generate(group: LocalWorkerGroup, request: GenerationRequest = REQUEST) -> l
 def test_one_worker_goes_through_a_step(group: LocalWorkerGroup) -> None:
     """Sync, sample, evaluate, update, sync again: the new weights arrive, the reference stays."""
     rows, counts = experience(), Denominators(num_tokens=6, num_sequences=2, max_response_length=4)
-    (report,) = group.call_all("weights.sync", 0).wait()
-    assert report.probe_gap < 1e-5
+    report = sync(group, 0)
+    assert report.probe_gap is not None and report.probe_gap < 1e-5
     (first,) = generate(group)
     (old,) = group.call_all("actor.log_probs", rows).wait()
     (reference,) = group.call_all("ref.log_probs", rows).wait()
@@ -169,8 +177,8 @@ def test_one_worker_goes_through_a_step(group: LocalWorkerGroup) -> None:
     ((actor,),) = group.call_all("actor.update", [(rows, counts)]).wait()
     assert critic["vf_loss"].value > 0 and actor["grad_norm"].value > 0
     assert actor["perf/cpu_memory_used_gb"].reduction == "max"
-    (report,) = group.call_all("weights.sync", 1).wait()
-    assert 0 < report.num_changed <= report.num_tensors
+    report = sync(group, 1)
+    assert report.num_changed is not None and 0 < report.num_changed <= report.num_tensors
     (second,) = generate(group)
     assert [set(c.sampled.weight_versions) for c in (first, second)] == [{0}, {1}]
     assert first.log_probs != second.log_probs
@@ -184,7 +192,7 @@ def test_sampling_leaves_the_trainers_random_numbers_alone(group: LocalWorkerGro
     """A request without a seed draws from the engine's own, which go on from call to call."""
     sampling = dataclasses.replace(REQUEST.sampling, stop_token_ids=())
     unseeded = dataclasses.replace(REQUEST, seed=None, sampling=sampling)
-    group.call_all("weights.sync", 0).wait()
+    sync(group, 0)
     before = torch.get_rng_state()
     drawn = [str(generate(group, unseeded)[0].token_ids) for _ in range(4)]
     assert torch.equal(torch.get_rng_state(), before)
@@ -201,7 +209,7 @@ def test_the_critic_works_while_the_rollout_engine_sleeps(group: LocalWorkerGrou
     rows, counts = experience(), Denominators(num_tokens=6, num_sequences=2, max_response_length=4)
     worker = group._worker
     for method, argument in (("critic.values", rows), ("critic.update", [(rows, counts)])):
-        group.call_all("weights.sync", 0).wait()
+        sync(group, 0)
         assert worker.residency.phase is Phase.rollout
         group.call_all(method, argument).wait()
         assert worker.residency.phase is Phase.train

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -34,15 +34,15 @@ from verl_like.kit.bench.shapes import BenchError
 from verl_like.kit.speed.roofline import sync_floor
 from verl_like.parallel.device_peak import DevicePeak, device_peak, link_bandwidth
 from verl_like.parallel.dist import ProcessInfo
-from verl_like.rollout.base import RolloutEngine
 from verl_like.weight_sync.channel import SendingEnd, TakesPart
 from verl_like.weight_sync.header import Wanted
+from verl_like.weight_sync.receiver import WeightReceiver
 from verl_like.weight_sync.source import WeightSource
-from verl_like.weight_sync.sync import SyncReport, WeightSync
-from verl_like.weight_sync.verdict import Receipt, verdict
+from verl_like.weight_sync.verdict import Receipt, SyncReport, verdict
 from verl_like.workers.residency import Phase, Residency
 from verl_like.workers.roles import ActorRole
 from verl_like.workers.rollout import rollout_engine
+from verl_like.workers.weights import sync_within
 
 WITH, WITHOUT = "with the proof, as in a step", "without the proof"
 _ENGINE_STAGES = {
@@ -128,7 +128,7 @@ class _Here:
         self._rollout = rollout_engine(job.spec, process, run_id)
         self.dtype, self._device = self._rollout.dtype, process.device
         self._residency = Residency([actor], self._rollout)
-        self._made = partial(weight_sync, job, process, actor, self._rollout)
+        self._actor, self._process, self._settings = actor, process, job.spec.config.actor_rollout_ref.rollout
         self._variants = {WITH: self._made(prove=True), WITHOUT: self._made(prove=False)}
 
     def prepare(self) -> None:
@@ -137,15 +137,27 @@ class _Here:
 
     def sync(self, name: str, version: int, _: object) -> int:
         """Sync once; nothing is counted elsewhere."""
-        _synced(self._variants[name], version, self._residency)
+        self._run(self._variants[name], version)
         return 0
+
+    def _made(self, *, prove: bool, clock: StageClock | None = None) -> Callable[[int], SyncReport]:
+        """The run's sync, with or without its proof, or with its stages timed."""
+        trained: Any = self._actor if clock is None else Staged(self._actor, clock, _ENGINE_STAGES)
+        sampling: Any = self._rollout if clock is None else Staged(self._rollout, clock, _ROLLOUT_STAGES)
+        source = WeightSource(trained, self._process, prove=prove, trainer_dtype=self._actor.compute_dtype)
+        return partial(sync_within, source, WeightReceiver(sampling, self._settings, self._process))
+
+    def _run(self, sync: Callable[[int], SyncReport], version: int) -> SyncReport:
+        report = sync(version)
+        self._residency.enter(Phase.rollout)  # it is ready to sample, as in a run
+        return report
 
     def by_stages(self, version: int) -> tuple[dict[str, float], SyncReport]:
         """Sync once more, with the proof, and measure the seconds of each stage."""
         clock = StageClock(torch.cuda.synchronize if self._device.type == "cuda" else lambda: None)
         self.prepare()
         with clock.stage("rest"):
-            report = _synced(self._made(prove=True, clock=clock), version, self._residency)
+            report = self._run(self._made(prove=True, clock=clock), version)
         return clock.seconds, report
 
     def close(self) -> None:
@@ -217,29 +229,6 @@ def receive_counted(engine: Hosted) -> tuple[Receipt, int]:
     with LiveBytes(engine.device) as live:
         receipt = receive_update(engine)
     return receipt, live.peak
-
-
-def weight_sync(
-    job: Job,
-    process: ProcessInfo,
-    actor: FSDPEngine,
-    rollout: RolloutEngine,
-    *,
-    prove: bool,
-    clock: StageClock | None = None,
-) -> WeightSync:
-    """The run's sync, with or without its proof, or with its stages timed."""
-    trained: Any = actor if clock is None else Staged(actor, clock, _ENGINE_STAGES)
-    sampling: Any = rollout if clock is None else Staged(rollout, clock, _ROLLOUT_STAGES)
-    settings = replace(job.spec.config.actor_rollout_ref.rollout, sync_probe=prove)
-    return WeightSync(trained, sampling, settings, process, trainer_dtype=actor.compute_dtype)
-
-
-def _synced(sync: WeightSync, version: int, residency: Residency) -> SyncReport:
-    """Sync the weights as `workers.weights` does: the engine is ready to sample afterwards."""
-    report = sync.sync(version)
-    residency.enter(Phase.rollout)
-    return report
 
 
 def report_of(job: Job, ranks: list[RankFigures], work: dict[str, object]) -> Report:

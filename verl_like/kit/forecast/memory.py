@@ -202,9 +202,8 @@ def forecast(config: PPOConfig, actor: memory.Shape, critic: memory.Shape | None
         if (shape := shapes.get(name)) is not None and not role.is_base_of_actor
     }
     engine, cache = _engine(config, actor, machine, pools[ROLLOUT].world_size, row)
-    stays = (
-        {} if _sleeps(config, machine) else engine | ({} if config.actor_rollout_ref.rollout.name == "hf" else cache)
-    )
+    kept = cache if config.actor_rollout_ref.rollout.engine.keeps_cache else {}
+    stays = {} if _sleeps(config, machine) else engine | kept
 
     def beside(name: str) -> dict[str, float]:
         """Bytes of everything else on the device while a role of its pool works, by name."""
@@ -285,7 +284,7 @@ def _rollout_bytes(config: PPOConfig, machine: Machine) -> int:
 def _sleeps(config: PPOConfig, machine: Machine) -> bool:
     """True where the engine leaves the device while the trainer works."""
     rollout = config.actor_rollout_ref.rollout
-    goes = rollout.sleep_level == 2 if rollout.name == "hf" else not machine.on_cpu
+    goes = not machine.on_cpu if rollout.engine.leaves_device else rollout.sleep_level == 2
     return rollout.free_cache_engine and goes
 
 
@@ -298,14 +297,14 @@ def _engine(
     the rows are; on a CPU vLLM takes VLLM_CPU_KVCACHE_SPACE, SGLang 1 GB at most.
     """
     rollout, c = config.actor_rollout_ref.rollout, _rollout_bytes(config, machine)
-    tensor = rollout.tensor_model_parallel_size
+    tensor, kind = rollout.tensor_model_parallel_size, rollout.engine
     weights = {"rollout weights": c * shape.all_weights / tensor}
     one_row = row * memory.cache_token_bytes(shape, c) / tensor
-    if rollout.name == "vllm" and machine.on_cpu:
-        return weights, {"KV cache": float(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")) * GIB}
-    if rollout.name == "sglang" and machine.on_cpu:
-        return weights, {"KV cache": max(one_row, min(rollout.max_num_seqs * one_row, GIB))}
-    if rollout.name != "hf" and machine.capacity is not None:
+    if kind.cpu_cache_variable is not None and machine.on_cpu:
+        return weights, {"KV cache": float(os.environ.get(kind.cpu_cache_variable, "1")) * GIB}
+    if kind.cpu_cache_most is not None and machine.on_cpu:
+        return weights, {"KV cache": max(one_row, min(rollout.max_num_seqs * one_row, kind.cpu_cache_most * GIB))}
+    if kind.keeps_cache and machine.capacity is not None:
         share = rollout.gpu_memory_utilization * machine.capacity
         return weights, {"KV cache": max(one_row, share - weights["rollout weights"])}
     rows = min(-(-config.data.train_batch_size * rollout.n // max(1, processes // tensor)), rollout.max_num_seqs)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from verl_like.config.engines import OURS
 from verl_like.kit.bench.shapes import MODELS, WORKLOADS, BenchError
 
 
@@ -72,12 +73,12 @@ def phase(parser: argparse.ArgumentParser) -> None:
 
 
 def engine(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--engine", choices=("vllm", "sglang", "hf"), default="vllm", help="rollout engine")
+    parser.add_argument("--engine", choices=OURS, default="vllm", help="rollout engine")
 
 
 def engines(parser: argparse.ArgumentParser) -> None:
     """Add the options for several engines and workloads in one table."""
-    parser.add_argument("--engines", choices=("vllm", "sglang", "hf"), nargs="+", help="several, one after another")
+    parser.add_argument("--engines", choices=OURS, nargs="+", help="several, one after another")
     parser.add_argument("--workloads", choices=sorted(WORKLOADS), nargs="+", help="several, each with every engine")
 
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from verl_like.config.engines import OURS
 from verl_like.config.errors import ConfigError, input_errors
 from verl_like.config.parser import number
 from verl_like.models.location import check_model
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompt", "-p", action="append", metavar="TEXT", help="say this instead of asking; repeatable"
     )
     parser.add_argument("--system", metavar="TEXT", help="a system message before the conversation")
-    parser.add_argument("--engine", choices=["hf", "vllm", "sglang"], default="hf", help="what generates (hf)")
+    parser.add_argument("--engine", choices=OURS, default="hf", help="what generates (hf)")
     parser.add_argument("--temperature", type=number(0), default=0.7, help="0: always the most likely token (0.7)")
     parser.add_argument("--top-p", type=number(0, 1), default=1.0, help="share of the probability to sample from (1.0)")
     parser.add_argument("--max-tokens", type=int, default=512, help="of an answer, at most (512)")

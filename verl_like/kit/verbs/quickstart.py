@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 
+from verl_like.config.engines import OURS
 from verl_like.config.errors import ConfigError
 
 _SCRIPT = "quickstart/run.py"  # in recipes/ of a clone; a wheel installs that folder below share/verl_like
@@ -17,9 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the recipe's own script."""
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/quickstart"), help="(outputs/quickstart)")
     parser.add_argument("--seed", type=int, default=1, help="of data, model and run (1)")
-    parser.add_argument(
-        "--rollout", choices=["auto", "vllm", "sglang", "hf"], default="auto", help="auto: vllm if installed"
-    )
+    parser.add_argument("--rollout", choices=["auto", *OURS], default="auto", help="auto: vllm if installed")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="further keys of train")
 
 

@@ -16,11 +16,13 @@ from typing import Any
 
 from verl_like.cluster.environment import free_port
 from verl_like.cluster.worker_group import RankEnv
+from verl_like.config.engines import ENGINES
 from verl_like.config.reward_rollout import RewardRolloutConfig
 from verl_like.heartbeat import span
 from verl_like.plugins.vllm import versions
 from verl_like.remote_storage import local_folder
 from verl_like.services.server import Server
+from verl_like.user_code import load
 from verl_like.workers.spec import WorkerSpec
 
 _IMPORTED = time.monotonic()  # the group counts since about then, and is not to give up first: it knows no log
@@ -89,6 +91,10 @@ class RewardServer:
             self._server.end()
 
 
+# Module; options that follow from rollout's keys; those of rollout.engine_kwargs, which come last.
+ServerCommand = tuple[str, dict[str, Any], dict[str, Any]]
+
+
 def server_command(
     rollout: RewardRolloutConfig, path: str, *, host: str, port: int, device: str, trust_remote_code: bool
 ) -> list[str]:
@@ -96,27 +102,10 @@ def server_command(
 
     Raises ValueError where it cannot run.
     """
-    folder = local_folder(path)
-    if rollout.name == "vllm":
-        versions.version()
-        module, options = "vllm.entrypoints.openai.api_server", _vllm(rollout, folder, device)
-        extra = rollout.engine_kwargs.vllm
-    else:
-        if device != "cuda":
-            raise ValueError(
-                f"reward_model.rollout.name=sglang on device {device}: SGLang's own server is started on CUDA alone; "
-                "set reward_model.rollout.name=vllm"
-            )
-        module, options = "sglang.launch_server", _sglang(rollout, folder)
-        extra = rollout.engine_kwargs.sglang
+    of_engine = load(ENGINES[str(rollout.name)].server or "", "reward_model.rollout.name")
+    module, options, given = of_engine(rollout, local_folder(path), device)
     options |= {"host": host, "port": port, "served-model-name": path, "trust-remote-code": trust_remote_code}
-    for key, value in extra.items():
-        name = key.replace("_", "-")
-        if value is False and rollout.name == "vllm" and name not in _WITHOUT_OPPOSITE:
-            options |= {name: None, f"no-{name}": True}
-        else:
-            options |= {name: value, f"no-{name}": None}
-    return [sys.executable, "-m", module, *_arguments(options)]
+    return [sys.executable, "-m", module, *_arguments(options | given)]
 
 
 def server_environment(device: str, cuda_devices: str | None) -> dict[str, str]:
@@ -130,7 +119,9 @@ def server_environment(device: str, cuda_devices: str | None) -> dict[str, str]:
     return variables if cuda_devices is None else variables | {"CUDA_VISIBLE_DEVICES": cuda_devices}
 
 
-def _vllm(rollout: RewardRolloutConfig, folder: str, device: str) -> dict[str, Any]:
+def vllm(rollout: RewardRolloutConfig, folder: str, device: str) -> ServerCommand:
+    """Command of vLLM's server. Raises ValueError where it is not installed."""
+    versions.version()
     options: dict[str, Any] = {
         "model": folder,
         "dtype": rollout.dtype if device == "cuda" or rollout.dtype != "auto" else "float32",
@@ -146,13 +137,22 @@ def _vllm(rollout: RewardRolloutConfig, folder: str, device: str) -> dict[str, A
         "no-enable-prefix-caching": not rollout.enable_prefix_caching,
         "disable-log-stats": rollout.disable_log_stats,
         "generation-config": "vllm",  # who asks says how it samples
+        "cudagraph-capture-sizes": None if rollout.enforce_eager else rollout.cudagraph_capture_sizes,
     }
-    if rollout.cudagraph_capture_sizes is not None and not rollout.enforce_eager:
-        options["cudagraph-capture-sizes"] = rollout.cudagraph_capture_sizes
-    return options
+    given: dict[str, Any] = {}
+    for name, value in _hyphenated(rollout.engine_kwargs.vllm).items():
+        off = value is False and name not in _WITHOUT_OPPOSITE
+        given |= {name: None if off else value, f"no-{name}": True if off else None}
+    return "vllm.entrypoints.openai.api_server", options, given
 
 
-def _sglang(rollout: RewardRolloutConfig, folder: str) -> dict[str, Any]:
+def sglang(rollout: RewardRolloutConfig, folder: str, device: str) -> ServerCommand:
+    """Command of SGLang's server. Raises ValueError without CUDA."""
+    if device != "cuda":
+        raise ValueError(
+            f"reward_model.rollout.name=sglang on device {device}: SGLang's own server is started on CUDA alone; "
+            "set reward_model.rollout.name=vllm"
+        )
     options: dict[str, Any] = {
         "model-path": folder,
         "dtype": rollout.dtype,
@@ -164,10 +164,13 @@ def _sglang(rollout: RewardRolloutConfig, folder: str) -> dict[str, Any]:
         "disable-cuda-graph": rollout.enforce_eager,
         "disable-radix-cache": not rollout.enable_prefix_caching,
         "enable-metrics": not rollout.disable_log_stats,
+        "cuda-graph-bs": None if rollout.enforce_eager else rollout.cudagraph_capture_sizes,
     }
-    if rollout.cudagraph_capture_sizes is not None and not rollout.enforce_eager:
-        options["cuda-graph-bs"] = rollout.cudagraph_capture_sizes
-    return options
+    return "sglang.launch_server", options, _hyphenated(rollout.engine_kwargs.sglang)
+
+
+def _hyphenated(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {key.replace("_", "-"): value for key, value in given.items()}
 
 
 def _longest(rollout: RewardRolloutConfig) -> int:

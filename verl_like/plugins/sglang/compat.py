@@ -78,6 +78,11 @@ def installed() -> str | None:
     return None
 
 
+def installed_apart() -> str | None:
+    """SGLang's version and folder, for people; None where it is not installed."""
+    return f"sglang {version}, in {folder()}" if (version := installed()) else None
+
+
 def require_installed(key: str = "rollout.name") -> str:
     """SGLang's version; raises ValueError, naming `key`, with what to do where there is none."""
     version = installed()

@@ -6,15 +6,20 @@ docs/rollout.md, "Versions", says what was run with each.
 
 from __future__ import annotations
 
+import ast
+import difflib
 import importlib
 import importlib.metadata
 import importlib.util
 import inspect
 import logging
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from verl_like.config import RolloutConfig
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +97,23 @@ def require_installed(key: str = "rollout.name") -> None:
     """Check that vLLM is installed, without importing it. Raises ValueError, naming `key`, otherwise."""
     if importlib.util.find_spec("vllm") is None:
         raise ValueError(f"{key}=vllm: vLLM is not installed: pip install 'verl_like[vllm]', or set {key}=hf")
+
+
+def require_arguments(rollout: RolloutConfig, section: str) -> None:
+    """ValueError for one of engine_kwargs that vLLM's engine does not take. section: the keys of `rollout`."""
+    given = rollout.engine_kwargs.vllm
+    spec = importlib.util.find_spec("vllm") if given else None
+    known = _fields(Path(spec.origin).parent / "engine" / "arg_utils.py", "EngineArgs") if spec and spec.origin else ()
+    for name in sorted(set(given) - known) if known else ():
+        near = "".join(f"; did you mean {each}?" for each in difflib.get_close_matches(name, known, n=1))
+        raise ValueError(f"{section}.engine_kwargs.vllm.{name}={given[name]}: vLLM has no such argument{near}")
+
+
+def _fields(file: Path, name: str) -> set[str]:
+    """The fields of a dataclass in a file, which importing would take seconds; none where it is not there."""
+    body = ast.parse(file.read_text(encoding="utf-8")).body if file.is_file() else []
+    fields = [each for found in body if isinstance(found, ast.ClassDef) and found.name == name for each in found.body]
+    return {each.target.id for each in fields if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)}
 
 
 def require_names(device: torch.device, *, adapters: bool, images: bool, speculates: bool = False) -> None:

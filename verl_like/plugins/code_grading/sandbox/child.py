@@ -20,7 +20,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from verl_like.plugins.code_grading.sandbox import framing, seccomp, testing, wire
+from verl_like.plugins.code_grading.sandbox import seccomp, testing, wire
 from verl_like.plugins.code_grading.sandbox.settings import SandboxSettings
 from verl_like.services import kernel
 
@@ -109,7 +109,7 @@ def _flush() -> bool:
 
 def _order(descriptor: int) -> dict[str, Any]:
     """Receive the task of this process: the one message of a pipe."""
-    message = framing.receive(descriptor)
+    message = wire.receive(descriptor)
     os.close(descriptor)
     return message
 
@@ -146,9 +146,9 @@ def answer() -> None:
     """The code under test (read from descriptor 5): its names, then calls of what is asked for (3 out, 4 in)."""
     names = _execute(_order(5)["code"])
     handles = wire.Handles()
-    framing.send(3, {"names": [name for name in names if isinstance(name, str)]})
-    while (call := framing.receive(4)) is not None:
-        framing.send(3, _answer_one(names, handles, call))
+    wire.send(3, {"names": [name for name in names if isinstance(name, str)]})
+    while (call := wire.receive(4)) is not None:
+        wire.send(3, _answer_one(names, handles, call))
 
 
 def _answer_one(names: dict[str, Any], handles: wire.Handles, call: dict[str, Any]) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def _answer_one(names: dict[str, Any], handles: wire.Handles, call: dict[str, An
 def test() -> None:
     """The tests (read from descriptor 6) in a process without untrusted code. Reports on descriptor 5."""
     request = _order(6)
-    first = framing.receive(4)
+    first = wire.receive(4)
     offered = first["names"] if isinstance(first, dict) else []
     with os.fdopen(5, "w") as report:
         if first is None:
@@ -195,5 +195,5 @@ def _outcomes(request: dict[str, Any], offered: list[str]) -> Iterator[dict[str,
 
 def ask(message: dict[str, Any]) -> Any:
     """Send one call to the code under test and wait for its answer."""
-    framing.send(3, message)
-    return framing.receive(4)
+    wire.send(3, message)
+    return wire.receive(4)

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from verl_like.plugins.code_grading.sandbox import framing
+from verl_like.plugins.code_grading.sandbox import wire
 from verl_like.plugins.code_grading.sandbox.settings import SandboxError, SandboxSettings
 from verl_like.services import cleaning
 
@@ -115,7 +115,7 @@ class Jail:
     def _run(self, mode: str, timeout: float | None, request: dict[str, Any]) -> dict[str, Any]:
         self.wait_until_ready()
         try:
-            framing.send(self._requests, {"mode": mode, "timeout": timeout, **request})
+            wire.send(self._requests, {"mode": mode, "timeout": timeout, **request})
         except BrokenPipeError:
             raise self._dead() from None
         reply = self._receive(self.settings.timeout + _GRACE_S)
@@ -125,7 +125,7 @@ class Jail:
 
     def _receive(self, seconds: float) -> dict[str, Any]:
         try:
-            reply = framing.receive(self._replies, time.monotonic() + seconds, self.settings.reply_bytes)
+            reply = wire.receive(self._replies, time.monotonic() + seconds, self.settings.reply_bytes)
         except TimeoutError:
             self.close()
             raise SandboxError(f"the sandbox did not answer within {seconds:g} s") from None

@@ -15,7 +15,7 @@ import signal
 import time
 from typing import Any
 
-from verl_like.plugins.code_grading.sandbox import framing, seccomp
+from verl_like.plugins.code_grading.sandbox import seccomp, wire
 from verl_like.plugins.code_grading.sandbox.settings import SandboxSettings
 from verl_like.plugins.code_grading.sandbox.zygote import Zygote
 from verl_like.services import cleaning
@@ -42,8 +42,8 @@ class _Output:
 
 def serve(settings: SandboxSettings, zygote: Zygote, requests: int, replies: int, layers: list[str]) -> None:
     """Answer requests until the pipe closes."""
-    framing.send(replies, {"layers": layers + (["seccomp"] if seccomp.supported() else [])})
-    while (request := framing.receive(requests)) is not None:
+    wire.send(replies, {"layers": layers + (["seccomp"] if seccomp.supported() else [])})
+    while (request := wire.receive(requests)) is not None:
         mode, timeout = request.pop("mode"), request.pop("timeout") or settings.timeout
         reply = (_run_tests if mode == "tests" else _run_one)(settings, zygote, timeout, request)
         zygote.end_all()
@@ -53,7 +53,7 @@ def serve(settings: SandboxSettings, zygote: Zygote, requests: int, replies: int
             os.utime(os.getcwd(), (0, 0))  # not even its times tell the next program anything
         except OSError:  # the verdict stands; the worker closes this jail
             reply["spent"] = True
-        framing.send(replies, reply)
+        wire.send(replies, reply)
 
 
 def _run_one(settings: SandboxSettings, zygote: Zygote, timeout: float, request: dict[str, Any]) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def _run_tests(settings: SandboxSettings, zygote: Zygote, timeout: float, reques
 def _tell(descriptor: int, message: dict[str, Any]) -> None:
     """Send a fresh process what it is to do, and close its pipe."""
     with contextlib.suppress(BrokenPipeError):  # it has ended: its status tells why
-        framing.send(descriptor, message)
+        wire.send(descriptor, message)
     os.close(descriptor)
 
 
