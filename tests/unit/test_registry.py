@@ -7,7 +7,7 @@ import importlib
 import pytest
 
 from verl_like.cli.main import VERBS
-from verl_like.config.engines import ENGINES
+from verl_like.config.engines import ENGINES, OURS
 from verl_like.config.enums import RolloutName
 from verl_like.registry import PARTS, part
 from verl_like.rewards.graders import GRADERS
@@ -32,13 +32,13 @@ def test_every_grader_is_there(name: str) -> None:
 @pytest.mark.parametrize("name", ENGINES)
 def test_every_engine_is_there(name: str) -> None:
     kind = ENGINES[name]
-    places = [place for place in (kind.code, kind.installed, kind.around_start) if place is not None]
-    assert all(callable(load(place, "rollout.name")) for place in places)
+    places = [kind.code, kind.around_start, kind.server, kind.installed, kind.apart, kind.require_arguments]
+    assert all(callable(load(place, "rollout.name")) for place in filter(None, places))
 
 
-def test_engines_that_take_weights_are_those_of_the_key() -> None:
-    without = {"recorded", "openai"}  # one reads what was sampled before, the other asks an endpoint
-    assert set(ENGINES) == {str(name) for name in RolloutName} - without
+def test_every_value_of_the_key_has_its_row() -> None:
+    assert set(ENGINES) == {str(name) for name in RolloutName}
+    assert set(OURS) == set(ENGINES) - {"recorded", "openai"}  # the one reads old steps, the other asks an endpoint
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.name)

@@ -1,4 +1,4 @@
-"""What a key of the configuration means, and what it does in one configuration: `verl-like explain`."""
+"""Meaning of a key of the configuration, and its effect in one configuration: `verl-like explain`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def explain(name: str, overrides: Sequence[str] = (), yaml_files: Sequence[Path]
 
 
 def other_names(path: str) -> list[str]:
-    """What verl (earlier or later) and other projects call this key."""
+    """Names of this key in verl (earlier or later) and other projects."""
     return [spelling for old, new in RENAMED for spelling in _spellings(old, new, path)] + foreign_names_of(path)
 
 

@@ -62,7 +62,7 @@ class ModelScores(Protocol):
 
     @property
     def needs_rule(self) -> bool:
-        """Whether rules grade as well."""
+        """Return True where rules grade as well."""
         ...
 
     def add_to(self, scores: Scores, answers: Sequence[Answer]) -> Scores:

@@ -22,7 +22,7 @@ _EXPERT_PARTS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # o
 
 
 class Reader(Protocol):
-    """What is asked of an engine's modules: vllm/compat.py and sglang/compat.py have these functions."""
+    """Questions to an engine's modules: vllm/compat.py and sglang/compat.py have these functions."""
 
     def fused_parts(self, model: nn.Module) -> dict[str, list[str]]: ...
 

@@ -1,4 +1,4 @@
-"""What a run costs: its models' work, and what two parts of the kit tell of memory and speed."""
+"""Costs of a run: its models' work, and what two parts of the kit tell of memory and speed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Forecast(Protocol):
 
 
 class SpeedReport(Protocol):
-    """How far each step is from what the devices allow."""
+    """Distance of each step from what the devices allow."""
 
     def metrics(
         self, rollouts: Rollouts, seconds: Mapping[str, float], metrics: Mapping[str, float]

@@ -1,4 +1,4 @@
-"""Where a run's files go. Two runs never share a folder: one that does not resume goes beside what another left."""
+"""Folders for a run's files. Two runs never share a folder: one that does not resume goes beside what another left."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def page() -> str:
 
 
 def _status() -> dict[str, str]:
-    """Why a key has no reader."""
+    """Reason why a key has no reader."""
     status = {key: f"no effect: {why}" for key, why in NO_EFFECT.items()}
     return status | dict.fromkeys(NOT_YET, "feature not available yet")
 

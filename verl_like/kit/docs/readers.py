@@ -1,4 +1,4 @@
-"""Which module reads which key, found in the source: the table behind docs/configuration.md and the liveness test.
+"""Readers of each key, found in the source: the table behind docs/configuration.md and the liveness test.
 
 The scan follows types: annotated arguments and attributes, plain assignments, and attribute chains through the config
 dataclasses. An attribute of the same name anywhere in the package is taken to hold any of the config types it is given
@@ -107,7 +107,7 @@ def _scopes(tree: ast.Module) -> Iterator[ast.AST]:
 
 @dataclass(slots=True)
 class _Nodes:
-    """What is looked at in one function, found in one walk: a function is looked at several times."""
+    """Nodes that are looked at in one function, found in one walk: a function is looked at several times."""
 
     arguments: list[ast.arg]
     assignments: list[tuple[ast.expr, ast.expr]]

@@ -1,1 +1,1 @@
-"""How far a step is from what its devices allow, and what to change first."""
+"""Distance of a step from what its devices allow, and what to change first."""

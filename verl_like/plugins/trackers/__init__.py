@@ -1,1 +1,1 @@
-"""Where else metrics go: services, event files, Prometheus."""
+"""Trackers beside the console and the jsonl file: services, event files, Prometheus."""

@@ -74,7 +74,7 @@ class ServiceTracker:
 
     @classmethod
     def require(cls) -> Any:
-        """See `require`."""
+        """Import the package of the service; raises ValueError where it is not installed."""
         return require(cls.name)
 
     def _start(self, project: str, run: str, run_id: str | None, options: dict[str, Any]) -> Any:
@@ -213,7 +213,7 @@ class TensorboardTracker:
 
     @staticmethod
     def require() -> Any:
-        """See `require`."""
+        """Import the package of the service; raises ValueError where it is not installed."""
         return require("tensorboard")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""Which vLLM versions are known, and what of another one must be there: every name that compat.py, lora.py
+"""Known vLLM versions, and what of another one must be there: every name that compat.py, lora.py
 and vision.py use beyond vLLM's documented interface is looked for when an engine starts.
 
 docs/rollout.md, "Versions", says what was run with each.
