@@ -16,8 +16,8 @@ from tests.architecture.source import Source, package_sources, parse
 
 MOST_LINES = {"core": 32_595, "plugins": 12_105, "kit": 9_328}  # of code, by ring
 MOST_SMALL_FILES = {
-    "core": 39,
-    "plugins": 37,
+    "core": 35,
+    "plugins": 35,
     "kit": 17,
 }  # with fewer than SMALL lines of any kind, __init__.py left out
 SMALL = 60
