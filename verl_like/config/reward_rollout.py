@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from verl_like.config.base import ConfigNode, above, at_least, between, key, one_of, section
+from verl_like.config.engines import SERVERS
 from verl_like.config.enums import DTYPES
 from verl_like.config.rollout import EngineKwargsConfig
 
@@ -11,7 +12,7 @@ from verl_like.config.rollout import EngineKwargsConfig
 class RewardRolloutConfig(ConfigNode):
     """`reward_model.rollout.*`."""
 
-    name: str | None = key(None, one_of("vllm", "sglang"))
+    name: str | None = key(None, one_of(*SERVERS))
     """Engine whose server the run starts and ends: vllm or sglang (CUDA). Null: there is none."""
     dtype: str = key("auto", one_of(*DTYPES))
     """Precision of the weights; auto: the model folder's."""
