@@ -41,14 +41,18 @@ _LOOK_S = 0.05  # at least, between two looks at the clock of an episode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answering:
-    """How prompts are answered.
+    """Settings by which prompts are answered.
 
-    purpose: keeps ids and seeds of training and validation apart. seed: the run's; None: requests have no seed.
-    n_redundant: so many more are begun, and the first n that end are kept.
-    spread: the n requests of a prompt may go to different replicas; otherwise one replica shares their beginning.
-    greedy_too: one greedy episode more, for a baseline. grade_at_end: not as episodes end, but when all have.
-    priority: of its requests; what has less is sampled earlier. policies: what becomes of lost episodes. tool_usage:
-    metrics of the tools since it was asked last.
+    purpose: keeps the ids and seeds of training and validation apart.
+    n: episodes of a prompt that are used.
+    seed: the run's; with None, requests have no seed.
+    n_redundant: episodes begun beyond `n`; the first `n` that end are kept.
+    spread: let the n requests of a prompt go to different replicas; otherwise one replica shares their beginning.
+    greedy_too: run one greedy episode more, for a baseline.
+    grade_at_end: grade when all episodes have ended, not each as it ends.
+    priority: of its requests; the lower it is, the earlier they are sampled.
+    policies: say what becomes of lost episodes.
+    tool_usage: returns the metrics of the tools since its last call.
     """
 
     runner: EpisodeRunner
@@ -80,14 +84,14 @@ class Member:
     retried: list[str] = field(default_factory=list)
 
     def answer(self) -> Answer:
-        """What is graded: everything after the prompt of the last row."""
+        """Return what is graded: everything after the prompt of the last row."""
         prompt_ids, row = self.episode.rows()[-1][0].observation_ids, self.prompt.row
         if self.episode.info:
             row = dataclasses.replace(row, extra_info={**row.extra_info, **self.episode.info})
         return Answer(row=row, prompt_ids=prompt_ids, response_ids=self.episode.response_array())
 
     def known_outcome(self) -> RewardOutcome | None:
-        """Of an episode that needs no grader."""
+        """Return the outcome of an episode that needs no grader; None where graders are needed."""
         if (failure := self.episode.failure) is not None:
             return RewardOutcome(kind=failure.kind, message=failure.message, lost=True)
         rewards = [turn.reward or 0.0 for turn in self.episode.turns] + [self.episode.reward or 0.0]
@@ -124,7 +128,7 @@ class Group:
 
 
 def all_graded(members: Iterable[Member], rewards: RewardManager) -> list[Graded]:
-    """What the graders have of these; those that they do not have yet are given to them."""
+    """Return the `Graded` of each of these members; those not yet with the graders are handed to them first."""
     members = list(members)
     ungraded = [member for member in members if member.graded is None]
     answers, outcomes = [m.answer() for m in ungraded], [m.known_outcome() for m in ungraded]
@@ -163,7 +167,7 @@ class Collection:
         return Group(prompt, [*kept.values(), *ended], has_baseline=how.greedy_too, discarded=discarded)
 
     async def end(self, tasks: Iterable[asyncio.Task[Any]]) -> None:
-        """Nothing more is asked for: end these tasks, and return when no request of the collection is left."""
+        """End these tasks and ask for nothing more; return when no request of the collection is left."""
         self.ended = True
         await end(tasks)
         requests = {name: future for trail in self.trails for name, future in trail.requests if not future.done()}
@@ -173,11 +177,11 @@ class Collection:
 
     @property
     def trails(self) -> list[Trail]:
-        """Of all episodes that were begun, those that were lost and sampled again included."""
+        """Trails of all episodes that were begun, including those that were lost and sampled again."""
         return [trail for trails in self._trails.values() for trail in trails]
 
     def sampled_tokens(self) -> list[int]:
-        """Of each episode that was begun, without baselines: tokens sampled so far."""
+        """Count the tokens sampled so far, for each episode that was begun, without baselines."""
         return [trail.num_sampled() for trail in self.trails if trail.sample < self.how.num_begun]
 
     async def _member(self, prompt: Prompt, sample: int, sampling: SamplingParams) -> Member:
@@ -270,8 +274,11 @@ class Collection:
 
 @dataclass(slots=True, eq=False)
 class Trail:
-    """What one episode has asked for. Nothing leads from here to its collection: tokens are freed with the last who
-    wants them, not when Python's collector of garbage finds a circle."""
+    """Requests of one episode.
+
+    A trail holds no reference to its collection: tokens are freed with the last who wants them, not when the garbage
+    collector finds a cycle.
+    """
 
     prompt: Prompt
     sample: int
@@ -302,7 +309,7 @@ class Asker:
         max_tokens: int | None = None,
         media: Sequence[MediaHandle] | None = None,
     ) -> Completion:
-        """See `episode.Ask`."""
+        """Sample one turn: see `episode.Ask`."""
         how, trail = self.of.how, self.trail
         group, turn = trail.prompt.group, len(trail.requests)
         if self.of.ended or trail.over:
@@ -330,7 +337,7 @@ class Asker:
         return completion
 
     async def _completed(self, request: GenerationRequest) -> Completion:
-        """What is sampled of this request, from what a checkpoint has of it on."""
+        """Sample this request, beginning with the tokens that a checkpoint has of it."""
         name, partial, requests = request.request_id, None, self.trail.requests
         if not requests and self.trail.attempt == 0:
             partial = self.of.partials.pop(self.trail.sample, None)

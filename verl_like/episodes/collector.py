@@ -1,4 +1,4 @@
-"""Where batches come from: the first of the loop's four seams.
+"""Batches of rollouts with their scores: the first of the loop's four seams.
 
     loader --prompts--> Collector --requests--> replicas, open while it collects
                             |  <--responses--
@@ -115,7 +115,7 @@ class Collector:
         self._loop.call(self._source.trained(), self._patience_s)
 
     def metrics(self) -> dict[str, float]:
-        """Of the last batch, complete when its scores are there."""
+        """Return the metrics of the last batch, complete when its scores are there."""
         return self._metrics
 
     def state_dict(self) -> dict[str, Any]:
@@ -264,8 +264,11 @@ class Collector:
         return scores.replace(trained_B=trained_too(scores, enough_B))
 
     def _check_versions(self, rollouts: Rollouts) -> None:
-        """How old the tokens are; in a synchronous run those of other weights would be trained on as if the newest had
-        sampled them."""
+        """Check the versions of the weights that sampled the batch; in an asynchronous run, record its staleness.
+
+        Raises RuntimeError where a synchronous run has tokens of other weights: they would be trained on as if the
+        newest had sampled them.
+        """
         version, found = self._source.version, rollouts.weight_version_T[rollouts.response_mask_T].unique().tolist()
         if version is not None and self._source.across_steps:
             self._metrics |= staleness_metrics(rollouts, version)

@@ -1,4 +1,4 @@
-"""What an episode is, and how it is run: the seam for everything between one answer and an agent with tools.
+"""Episodes, and the protocol that runs them: the seam for everything between one answer and an agent with tools.
 
     EpisodeRunner.run(prompt, sample, ask) -> Episode      a coroutine; `ask` samples one turn with the policy
 
@@ -21,12 +21,14 @@ from verl_like.rollout.rollout_engine import Completion, FinishReason, Sampled, 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Turn:
-    """What the policy sampled between two observations.
+    """Tokens sampled between two observations, and the observation before them.
 
-    observation_ids: the tokens before it that no earlier turn holds; of the first turn, the prompt. new_row: they are a
-    whole context instead, which begins another row. media: the images in them, placed in the row; None: the prompt's
-    before the first turn, else none. reward: the environment's for this turn. state_id: equal for equal states before a
-    turn, -1 where states have no identity. A turn may have no token (the budget is used up).
+    observation_ids: the tokens before it that no earlier turn holds; for the first turn, the prompt.
+    sampled: what the policy sampled; no token where the budget is used up.
+    new_row: `observation_ids` are a whole context instead, which begins another row.
+    media: the images in `observation_ids`, placed in the row; None: the prompt's in the first turn, none in later ones.
+    reward: the environment's for this turn.
+    state_id: equal for equal states before a turn, -1 where states have no identity.
     """
 
     observation_ids: Sequence[int]
@@ -60,8 +62,11 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeFailure:
-    """Why an episode says nothing about the policy. outcome: how it counts (`outcomes.py`), timed_out, tool_error,
-    environment_error or aborted; kind: what it was, more exactly."""
+    """Reason for which an episode says nothing about the policy.
+
+    outcome: how it counts (`outcomes.py`): timed_out, tool_error, environment_error or aborted. kind: what it was, more
+    exactly.
+    """
 
     kind: str
     message: str
@@ -91,7 +96,7 @@ class Episode:
         return cls(turns=(nothing,), failure=failure)
 
     def named(self, name: str) -> Episode:
-        """The same under this name; without dataclasses.replace, which is slow where thousands end at once."""
+        """Return a copy with this name; without dataclasses.replace, which is slow where thousands end at once."""
         return Episode(
             turns=self.turns, reward=self.reward, failure=self.failure, info=self.info, counts=self.counts, name=name
         )
@@ -108,7 +113,7 @@ class Episode:
         return self.response_array().tolist()
 
     def response_array(self) -> NDArray[np.int32]:
-        """The same at a ninth of the memory."""
+        """Return `response_ids` as an array, which takes a ninth of the memory."""
         first, *later = self.rows()[-1]
         if not later:
             return first.sampled.token_ids
@@ -122,8 +127,10 @@ class Episode:
 
 
 class EpisodeAborted(BaseException):
-    """What `Ask` raises when the episode is no longer wanted. No `Exception`: a runner that tries again after whatever
-    went wrong must not try again after this."""
+    """Raised by `Ask` when the episode is no longer wanted.
+
+    It is no `Exception`: a runner that tries again after any error must not try again after this one.
+    """
 
 
 class Ask(Protocol):
@@ -131,7 +138,7 @@ class Ask(Protocol):
 
     @property
     def sampling(self) -> SamplingParams:
-        """How it samples, unless it is told otherwise."""
+        """Sampling parameters of a call that is given none."""
         ...
 
     async def __call__(
@@ -156,12 +163,12 @@ class Toolbox(Protocol):
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """What is offered to the model, in the form of a chat template's tools."""
+        """Tools offered to the model, in the form of a chat template's tools."""
         ...
 
     @property
     def gives_reward(self) -> bool:
-        """Whether episodes are scored by an environment, not by graders."""
+        """True where episodes are scored by an environment, not by graders."""
         ...
 
     def take_usage(self) -> dict[str, float]:

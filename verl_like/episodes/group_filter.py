@@ -1,4 +1,4 @@
-"""Whether a group that has ended is of use (algorithm.filter_groups): its scores, and the verdict by them."""
+"""Filter of ended groups (algorithm.filter_groups): their scores, and the verdict whether each is of use."""
 
 from __future__ import annotations
 
@@ -57,7 +57,10 @@ class Judge:
             group.scores = part
 
     def keeps(self, group: Group) -> bool:
-        """It has a signal, and members enough. RewardError where a whole draw could not be scored."""
+        """Return True where the group has a signal, and members enough.
+
+        Raises RewardError where a whole draw could not be scored.
+        """
         assert group.scores is not None
         self.seen.append(group.scores)
         if len(self.seen) % self.per_draw == 0:  # a grader that always fails is no lack of signals
@@ -84,7 +87,7 @@ class Judge:
         self._rewards.require_enough([scores], step=self.step)
 
     def gave_up(self) -> str:
-        """Why the batch cannot be filled."""
+        """Say why the batch cannot be filled."""
         data, rules, judged = self._config.data, self.rules, self.seen
         values = [value for scores in judged for value in scores.score_B[scores.valid_B].tolist()]
         return (

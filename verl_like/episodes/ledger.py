@@ -1,4 +1,4 @@
-"""What became of the prompts that were drawn: of one step, and of the whole run."""
+"""Counts and metrics of what became of the prompts that were drawn: of one step, and of the whole run."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def race_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def lost_in_races(groups: Sequence[Group]) -> list[EpisodeFailure]:
-    """Of episodes that were lost, and whose place another one took without a second try."""
+    """List the failures of episodes that were lost, and whose place another one took without a second try."""
     return [trail.failure for group in groups for trail in group.discarded if trail.failure is not None]
 
 

@@ -102,7 +102,7 @@ class Arrivals:
         self._waking = False
 
     def wait_for(self, future: Future[T]) -> asyncio.Future[T]:
-        """The same result or error, to be awaited in the loop. Cancelling it leaves `future` alone."""
+        """Return a future of this loop with the same result or error. Cancelling it leaves `future` alone."""
         here: asyncio.Future[T] = self._loop.create_future()
         future.add_done_callback(partial(self._put, here))
         return here

@@ -1,4 +1,4 @@
-"""How episodes end, and what becomes of them (`rollout.outcomes.*`). Pure.
+"""Outcomes of episodes, and what becomes of each by its policy (`rollout.outcomes.*`). Pure.
 
     graded   solved, failed, truncated                                             train | mask | drop
     lost     timed_out, tool_error, environment_error, grader_error, aborted       drop | retry
@@ -29,7 +29,10 @@ _SHOWN_FAILURES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policies:
-    """What becomes of an episode, by its outcome; see OutcomesConfig. max_lost: share of all that were sampled."""
+    """Policies for episodes, by outcome; see OutcomesConfig.
+
+    max_lost: share of all sampled episodes that may be lost.
+    """
 
     of: Mapping[str, str] = field(default_factory=dict)
     solved_above: float = 0.0
@@ -51,11 +54,14 @@ class Policies:
         )
 
     def retries(self, outcome: str) -> bool:
-        """Whether the prompt is to be sampled again after this."""
+        """Return True where the prompt is to be sampled again after this outcome."""
         return self.of.get(outcome) == "retry"
 
     def outcome(self, episode: Episode, *, score: float | None, extras: Mapping[str, Any]) -> str:
-        """Of one episode. score: None where there is none. A grader's `acc` says more than a shaped score."""
+        """Name the outcome of one episode. A grader's `acc` says more than a shaped score.
+
+        score: None where there is none.
+        """
         if episode.failure is not None:
             return episode.failure.outcome
         if score is None:
@@ -68,7 +74,7 @@ class Policies:
         return "truncated" if cut_off else "failed"
 
     def outcomes(self, episodes: Sequence[Episode], scores: Scores) -> list[str]:
-        """Of each episode with these scores."""
+        """Name the outcome of each of these episodes, by their scores."""
         values, valid = scores.score_B.tolist(), scores.valid_B.tolist()
         known = [value if there else None for value, there in zip(values, valid, strict=True)]
         return [
@@ -124,7 +130,7 @@ class Policies:
 
 
 def trained_too(scores: Scores, rows_B: torch.Tensor) -> torch.Tensor:
-    """What is trained on of what was so far."""
+    """Return trained_B narrowed to `rows_B`: rows that were trained on so far, and are among these."""
     return rows_B if scores.trained_B is None else scores.trained_B & rows_B
 
 

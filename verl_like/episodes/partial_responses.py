@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of groups under way: the tokens that are sampled, by the number of their draw.
+"""Partial responses in a checkpoint: the tokens sampled so far of groups in flight, by the number of their draw.
 
 Episodes of one turn go on from them after a resume; all others begin anew, with the same seeds. A group that a
 checkpoint has no tokens of begins anew too, so this file may be missing.

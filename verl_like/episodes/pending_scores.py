@@ -42,7 +42,7 @@ class PendingBatch:
 
 
 def renumbered(scores: Scores) -> Scores:
-    """The same scores with failures that name their rows of this batch."""
+    """Return the scores with failures that name their rows of this batch."""
     failures = [
         None if failure is None else dataclasses.replace(failure, row=row)
         for row, failure in enumerate(scores.failures)

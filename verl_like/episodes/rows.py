@@ -53,7 +53,7 @@ def _media(prompt: Prompt, turns: Sequence[Turn]) -> list[MediaHandle]:
 
 
 def episode_of_rows(episodes: Sequence[Sequence[Episode]]) -> list[int]:
-    """Which episode each row of `assemble_rollouts` is a part of."""
+    """Number of the episode that each row of `assemble_rollouts` is a part of."""
     flat = [episode for group in episodes for episode in group]
     return [number for number, episode in enumerate(flat) for _ in episode.rows()]
 
@@ -77,8 +77,10 @@ def _episode_numbers(prompts: Sequence[Prompt], episodes: Sequence[Sequence[Epis
 
 
 def _contexts(turns_of: Sequence[Sequence[Turn]]) -> tuple[Tensor, Tensor]:
-    """What the rows' first turns were sampled behind, [T], and how many tokens each is. A list that several rows share,
-    such as the prompt of a group, becomes an array once."""
+    """Return the contexts before the rows' first turns, joined [T], and the length of each [B].
+
+    A list that several rows share, such as the prompt of a group, becomes an array once.
+    """
     known: dict[int, NDArray[np.int32]] = {}
     arrays = []
     for turns in turns_of:

@@ -1,4 +1,4 @@
-"""Which groups make up a step's batch, and when another prompt is begun: pure bookkeeping.
+"""Selection of the groups of a step's batch, and of the moment at which another prompt is begun: pure bookkeeping.
 
 A group is begun, and when it ends it is of use (kept) or not. `admits` says how many more to begin, `batch` which the
 step trains. Here are the orders of a step that begins with nothing and leaves nothing: what was begun and is in neither

@@ -55,7 +55,7 @@ class _Flight:
 
 @dataclass(slots=True)
 class _Period:
-    """What happened since the last batch, for the metrics of the next one."""
+    """Events since the last batch, counted for the metrics of the next one."""
 
     began: float = field(default_factory=time.monotonic)
     waited_s: float = 0.0  # for batches

@@ -1,4 +1,4 @@
-"""Which groups a step trains where they live through several versions of the weights. Pure bookkeeping.
+"""Bookkeeping of groups that live through several versions of the weights, and the choice of those a step trains. Pure.
 
 A group begins under a version of the weights. It may be trained at any version up to `bound` later: that is its
 deadline. A step trains one batch, earliest deadlines first, and in the mode "wait" only when those that are left can
@@ -19,10 +19,12 @@ from verl_like.rollout.client import Occupancy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """How much may be under way.
+    """Limits of what may be in flight.
 
-    groups: that are begun and not in the weights. responses: that are sampled, or whose group waits for graders or for
-    a step; `each` of a group. judged: groups between two batches, after which the next one is not to be hoped for.
+    groups: that are begun and not in the weights.
+    responses: that are sampled, or whose group waits for graders or for a step.
+    each: responses of a group.
+    judged: groups between two batches, after which the next one is not to be hoped for.
     """
 
     groups: float = math.inf
@@ -131,15 +133,18 @@ class Book(Order):
         return "tail"
 
     def _in_time(self, begun: Iterable[int], version: int) -> bool:
-        """Whether groups that began under these versions can all be trained in time by the steps after this one."""
+        """Return True where groups begun under these versions can all be trained in time by the steps that follow."""
         steps_left = sorted(begin + self._bound - version for begin in begun)
         return all(place < steps * self.wanted for place, steps in enumerate(steps_left))
 
 
 def staleness_metrics(rollouts: Rollouts, version: int) -> dict[str, float]:
-    """How old the sampled tokens of a batch are at this version [versions]: staleness/{mean,max}, and the share of
-    tokens by age; async/mixed_fraction: rows that several versions sampled; async/reprefill_tokens: context that was
-    computed again for them after a change of the weights."""
+    """Measure how stale the sampled tokens of a batch are at this version of the weights.
+
+    staleness/{mean,max} [versions] and staleness/share_<age>: the age of tokens, and their share by age.
+    async/mixed_fraction: share of rows that several versions sampled.
+    async/reprefill_tokens: context that was computed again for these rows after a change of the weights.
+    """
     mask_T, versions_T = rollouts.response_mask_T, rollouts.weight_version_T
     age_T = (version - versions_T[mask_T]).double()
     if not len(age_T):
@@ -175,7 +180,7 @@ class IdleClock:
         self._idle_s = dict.fromkeys(CAUSES, 0.0)
 
     def look(self, seen: Occupancy, cause: str) -> None:
-        """As it was since the last look: `cause` is why those that serve have nothing to do."""
+        """Add up the time since the last look; `cause` is why replicas that serve have nothing to do."""
         now = self._clock()
         passed, self._last = now - self._last, now
         counted = seen.replicas if self._paused_too else seen.replicas - seen.held

@@ -32,7 +32,7 @@ _LONG = 24  # characters of a text that no template has of itself
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What stands between two answers: `observation_ids` and `new_row` of the next Turn.
+    """Tokens between two answers: `observation_ids` and `new_row` of the next Turn.
 
     reason: of a new row, what the template renders otherwise than it was sent or written. media: the images in `ids`,
     placed in the row.
@@ -46,7 +46,10 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answer:
-    """What was sampled. endings: the text of the last special token, of the last two, ...; none if it was cut off."""
+    """An answer as it was sampled.
+
+    endings: the text of the last special token, of the last two, ...; none if it was cut off.
+    """
 
     message: dict[str, Any]
     text: str
@@ -101,17 +104,19 @@ class Transcript:
         return self._encoder.special.unmarked(self._begun)
 
     def _take_begun(self) -> str:
-        """The same with its marks. The message leaves the history: it
-        comes back as a part of the answer."""
+        """Take out of the history a last message in which the policy goes on, and return its text with marks.
+
+        The message comes back as a part of the answer.
+        """
         if (begun := self._encoder.begun(self._history)) is None:
             return ""
         self._history = self._history[:-1]
         return begun if self._text.endswith(begun) else begun.rstrip()
 
     def wrote(self, token_ids: Sequence[int], message: dict[str, Any], *, whole: bool = False) -> None:
-        """What the policy sampled, its end-of-turn token included if there is one, and the message parsed from it.
+        """Take in an answer: sampled tokens, with the end of turn if there is one, and the message parsed from them.
 
-        whole: the message has in it what was begun of it, behind which it is put otherwise.
+        whole: the message holds what was begun of it; otherwise that is put before it.
 
         Raises ValueError for another role than assistant, and for a second answer to the same context.
         """
@@ -191,7 +196,10 @@ class Transcript:
         return None
 
     def _holds_no_answer(self, delta: str, history: Messages, answer: _Answer, observed: Messages) -> bool:
-        """Whether the answer had ended. A template may complete what was cut off, a tool call for instance."""
+        """Return True where the delta holds nothing of the answer.
+
+        A template may complete what was cut off, a tool call for instance.
+        """
         if answer.endings and answer.endings[0] in self._ends:
             return True
         proved = any(delta == way(history, answer, observed) for way in (self._after_stand_in, self._after_ending))
@@ -223,7 +231,10 @@ class Transcript:
         return None
 
     def _after_stand_in(self, history: Messages, answer: _Answer, observed: Messages) -> str | None:
-        """What follows a plain answer, less the end of turn that the policy sampled itself; None if refused."""
+        """Return what follows a plain answer, less the end of turn that the policy sampled itself.
+
+        None where the template refuses it.
+        """
         whole = self._attempt([*history, {"role": "assistant", "content": _STAND_IN}], observed)
         if whole is None or _STAND_IN not in whole:
             return None
@@ -231,7 +242,7 @@ class Transcript:
         return tail.removeprefix(next((end for end in reversed(answer.endings) if tail.startswith(end)), ""))
 
     def _after_ending(self, history: Messages, answer: _Answer, observed: Messages) -> str | None:
-        """What follows the sampled end of turn in the rendering of the parsed message; None if it is not there."""
+        """Return what follows the sampled end of turn in the rendering of the parsed message; None if it is missing."""
         marked = {**observed[0], "content": _STAND_IN}
         for form in forms(answer.message) if answer.endings else ():
             earlier = [*history, form]
@@ -267,7 +278,7 @@ class Transcript:
         return None
 
     def _shows(self, observed: Messages, whole: str) -> bool:
-        """Whether each observation is plainly there: long enough, and more often than before."""
+        """Return True where each observation is plainly there: long enough, and more often than before."""
         assert self._answer is not None
         texts = [text.strip() for message in observed if isinstance(text := message.get("content"), str)]
         said = (self._text, self._answer.text)
@@ -276,12 +287,18 @@ class Transcript:
         )
 
     def _follows(self, observed: Messages, earlier: Messages) -> bool:
-        """Whether the rendering changes with each observation. Templates without tool messages often skip them."""
+        """Return True where the rendering changes with each observation.
+
+        Templates without tool messages often skip them.
+        """
         marked = [{**m, "content": m["content"] + _STAND_IN} for m in observed if isinstance(m.get("content"), str)]
         return len(marked) < len(observed) or self._render([*earlier, *marked]).count(_STAND_IN) >= len(marked)
 
     def _calls_are_shown(self, history: Messages, whole: str) -> bool:
-        """Whether the rendering depends on the tool calls; templates leave out what they do not know."""
+        """Return True where the rendering depends on the tool calls, or there are none.
+
+        Templates leave out what they do not know.
+        """
         without = without_calls(history)
         try:
             return without == history or self._render(without) != whole
@@ -319,7 +336,7 @@ class Transcript:
 
 
 def without_end(token_ids: Sequence[int], end_ids: Collection[int]) -> list[int]:
-    """What was sampled, less the tokens that end a turn."""
+    """Return the sampled tokens, less those at the end that end a turn."""
     length = next((n for n in range(len(token_ids), 0, -1) if token_ids[n - 1] not in end_ids), 0)
     return list(token_ids[:length])
 
@@ -341,12 +358,12 @@ def forms(message: Message) -> list[Message]:
 
 
 def without_calls(messages: list[Message]) -> list[Message]:
-    """The same messages, as if no tool had been called."""
+    """Return the messages without their tool calls."""
     return [{key: value for key, value in message.items() if key != "tool_calls"} for message in messages]
 
 
 def with_stopped_clock(encoder: PromptEncoder) -> PromptEncoder:
-    """The same, with one time for the whole conversation: a date that changes at midnight would rewrite history."""
+    """Return the encoder with one time for the whole conversation: a date that changes would rewrite history."""
     template = encoder.template_kwargs.get("chat_template") or encoder.tokenizer.chat_template
     if not encoder.has_template or "strftime_now" not in str(template):
         return encoder
@@ -357,7 +374,7 @@ def with_stopped_clock(encoder: PromptEncoder) -> PromptEncoder:
 
 
 def first_difference(one: str, other: str) -> int:
-    """Where two texts begin to differ; the length of the shorter one if it is the beginning of the other."""
+    """Place where two texts begin to differ; the length of the shorter one if the other begins with it."""
     places = (place for place, (left, right) in enumerate(zip(one, other, strict=False)) if left != right)
     return next(places, min(len(one), len(other)))
 
