@@ -21,7 +21,7 @@ NO_SUBJECT = re.compile(
     r"(As|How|It|Nothing|Of|See|That|The same|Those|What|When|Where|Whether|Which|Who|Why)\b",
 )
 # "" are the modules beside the folders.
-NOT_CLEAN_YET = tuple(f"verl_like/{place}" for place in ("config/", "episodes/", "weight_sync/"))
+NOT_CLEAN_YET = tuple(f"verl_like/{place}" for place in ("episodes/",))
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:root|home/(?!user\b)\w+|Users/\w+|work/(?:main|shared))(?:/|\b)")
 
 
