@@ -320,7 +320,7 @@ EXPANDED: tuple[tuple[str, Callable[[Change], list[Change] | None]], ...] = (
 
 
 def canonical(changes: list[Change]) -> tuple[list[Change], list[str]]:
-    """The same settings under today's names and values, and one warning line for each that was translated."""
+    """Settings under today's names and values, and one warning line for each that was translated."""
     result: list[Change] = []
     changes, warnings = correction_spellings(changes)
     for change in changes:
@@ -379,7 +379,7 @@ def _read(text: str) -> Any:
 
 
 def _dropped(change: Change) -> str | None:
-    """Why a setting is left out, or None."""
+    """Reason why a setting is left out; None where it is kept."""
     if change.value == "???":
         return "??? is what YAML writes for a value that was not given"
     key = renamed(change.key)

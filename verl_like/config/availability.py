@@ -1,4 +1,4 @@
-"""What is not built yet, and what says nothing here. Building a feature = deleting its row.
+"""Settings of features that are not built yet, and settings without effect. Building a feature = deleting its row.
 
 `NO_EFFECT`: keys of verl that are accepted because scripts carry them, but change nothing by design.
 `NEWER`: parts of newer verl that have no keys here.
@@ -144,7 +144,7 @@ def _asks_for_it(key: str, value: Any) -> bool:
 
 
 def _follows(key: str, on: Mapping[str, Any]) -> bool:
-    """Whether a key of the reference or the critic only repeats the actor's (see trainer/config/*.yaml)."""
+    """Return True where a key of the reference or the critic only repeats the actor's (see trainer/config/*.yaml)."""
     name = key.rsplit(".", 1)[-1]
     return key in (f"{_REF}.{name}", f"critic.{name}") and f"{_ACTOR}.{name}" in on
 
@@ -155,7 +155,7 @@ def without_effect(set_keys: frozenset[str]) -> list[str]:
 
 
 def newer_than_here(path: str) -> str | None:
-    """What an unknown key of newer verl is about; None for one that is known here, or nowhere."""
+    """Subject of an unknown key of newer verl; None for a key that is known here, or nowhere."""
     section = _section_of(path)
     return None if section is None else NEWER[section]
 

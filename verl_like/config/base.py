@@ -1,4 +1,4 @@
-"""What every configuration dataclass shares: keys that say what they may be, and messages with key, value and fix.
+"""Base of every configuration dataclass: keys that say what they may be, and messages with key, value and fix.
 
 Standard library only: the whole package is importable without torch, hydra or ray.
 """

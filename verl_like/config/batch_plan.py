@@ -140,14 +140,14 @@ class BatchPlan:
         return _pool_with(self.pools, role)
 
     def optimizer_steps(self, role: str) -> int | None:
-        """Of the whole run; None where its length is not known."""
+        """Optimizer steps of a role in the whole run; None where the run's length is not known."""
         if self.total_training_steps is None:
             return None
         trained = self.total_training_steps - (self.critic_warmup if role == ACTOR else 0)
         return max(0, trained) * self.roles[role].updates_per_step
 
     def rows(self) -> list[tuple[str, str]]:
-        """What the table shows: (quantity, value with its unit)."""
+        """Rows of the plan's table: (quantity, value with its unit)."""
         actor, critic = self.roles[ACTOR], self.roles.get(CRITIC)
         step = (
             f"{self.prompts_per_step:,} prompts x {self.responses_per_prompt} = {self.sequences_per_step:,} sequences"
@@ -267,7 +267,7 @@ def _role_plan(problems: list[str], config: PPOConfig, role: RoleConfig, pools: 
 
 
 def _unequal_groups(actor: RoleConfig, reference: RoleConfig, *, in_driver: bool) -> list[str]:
-    """What the exact KL cannot do: both models read the same rows, cut in the same way.
+    """Problems of the exact KL: both models read the same rows, and must cut them in the same way.
 
     in_driver: the driver asks for it by itself, before the update.
     """
@@ -330,7 +330,7 @@ def _staleness(config: PPOConfig) -> str:
 
 
 def draws_until_full(config: PPOConfig) -> bool:
-    """Whether a step goes on drawing prompts until its batch is full: every prompt of an epoch is drawn then."""
+    """Return True where a step draws prompts until its batch is full: every prompt of an epoch is drawn then."""
     rules, extra = config.algorithm.filter_groups, config.actor_rollout_ref.rollout.scheduler.additional_prompts
     return config.asynchronous or extra.enable or (rules.enable and rules.resample)
 
@@ -367,12 +367,12 @@ def needs_sum_pi_squared(algorithm: AlgorithmConfig) -> bool:
 
 
 def two_policies(actor: ActorConfig, correction: RolloutCorrectionConfig) -> bool:
-    """Whether the policy loss compares with the rollout engine's policy, not with the trainer's before the update."""
+    """Return True where the policy loss compares with the rollout engine's policy, not the trainer's old one."""
     return correction.bypass_mode or actor.old_log_probs == OldLogProbs.rollout
 
 
 def uses_sampler_log_probs(actor: ActorConfig, correction: RolloutCorrectionConfig) -> bool:
-    """Whether the old log-probs are the rollout engine's own.
+    """Return True where the old log-probs are the rollout engine's own.
 
     With two policies they are, unless weights are divided by their mean over the batch: that mean is taken before the
     update, of the trainer's log-probs.
@@ -382,7 +382,7 @@ def uses_sampler_log_probs(actor: ActorConfig, correction: RolloutCorrectionConf
 
 
 def takes_own_log_probs(config: PPOConfig) -> bool:
-    """Whether the update's first forward pass gives the old log-probs: every probability ratio is 1 then."""
+    """Return True where the update's first forward pass gives the old log-probs: every probability ratio is 1 then."""
     actor = config.actor_rollout_ref.actor
     if uses_sampler_log_probs(actor, config.algorithm.rollout_correction) or _driver_needs(config):
         return False

@@ -141,10 +141,10 @@ def _split(key: str, limit: Threshold) -> tuple[float | None, float]:
 
 
 def corrects(correction: RolloutCorrectionConfig) -> bool:
-    """Whether anything but bypass_mode is asked for."""
+    """Return True where anything but bypass_mode is asked for."""
     return correction.rollout_is is not None or rejects(correction)
 
 
 def rejects(correction: RolloutCorrectionConfig) -> bool:
-    """Whether tokens or rows may be rejected."""
+    """Return True where tokens or rows may be rejected."""
     return bool(_parts(correction.rollout_rs)) or correction.rollout_token_veto_threshold is not None

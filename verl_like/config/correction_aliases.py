@@ -72,7 +72,7 @@ _ROLL_LEVELS = {"token": "token", "segment": "segment_mean", "geometric": "seq_m
 
 
 def correction_spellings(changes: list[Change]) -> tuple[list[Change], list[str]]:
-    """The same settings under today's names, and one warning line for each translation.
+    """Settings under today's names, and one warning line for each translation.
 
     As everywhere, a later setting wins over an earlier one: so does a preset, with a warning.
     Raises ConfigError for an unknown preset and for a setting that is not offered.

@@ -382,7 +382,7 @@ def _idle_sizes(config: PPOConfig) -> dict[str, str]:
 
 
 def covers(row: Idle, key: str) -> bool:
-    """Whether a row is about this key."""
+    """Return True where a row is about this key."""
     return any(key.startswith(p) if p.endswith(".") else key == p for p in row.keys)
 
 
@@ -392,7 +392,7 @@ def risky(config: PPOConfig) -> list[str]:
 
 
 def risky_training(config: PPOConfig) -> Iterator[str]:
-    """Those of them that concern training alone."""
+    """Settings of training alone that work but are probably not meant."""
     actor = config.actor_rollout_ref.actor
     yield from _odd_budgets(config)
     estimator = config.algorithm.adv_estimator

@@ -12,14 +12,14 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 
 
 def uncorrected(config: PPOConfig) -> bool:
-    """Whether responses of older policies would be trained as if the present one had sampled them."""
+    """Return True where responses of older policies would be trained as if the present one had sampled them."""
     correction = config.algorithm.rollout_correction
     corrected = corrects(correction) or two_policies(config.actor_rollout_ref.actor, correction)
     return config.asynchronous and not corrected
 
 
 def impossible_async(config: PPOConfig) -> Iterator[str]:
-    """What cannot work with groups that live through several versions: keys, values, fix."""
+    """Settings that cannot work with groups that live through several versions: keys, values, fix."""
     mode, rollout = f"trainer.mode={config.trainer.mode}", config.actor_rollout_ref.rollout
     if not config.asynchronous:
         return

@@ -10,7 +10,7 @@ _GATEWAY = "actor_rollout_ref.rollout.gateway."
 
 
 def has_turns(config: PPOConfig) -> bool:
-    """Whether an episode may have several turns."""
+    """Return True where an episode may have several turns."""
     rollout = config.actor_rollout_ref.rollout
     return (
         rollout.multi_turn.enable or runs_agent_loops(rollout) or runs_programs(rollout) or bool(config.env.train.tags)

@@ -21,12 +21,12 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 
 
 def two_policies(config: PPOConfig) -> bool:
-    """Whether the loss compares with the sampler's policy (bypass mode)."""
+    """Return True where the loss compares with the sampler's policy (bypass mode)."""
     return batch_plan.two_policies(config.actor_rollout_ref.actor, config.algorithm.rollout_correction)
 
 
 def is_reinforce(config: PPOConfig) -> bool:
-    """Whether the policy loss is bypass mode's -log-prob x advantage."""
+    """Return True where the policy loss is bypass mode's -log-prob x advantage."""
     return two_policies(config) and config.algorithm.rollout_correction.loss_type == "reinforce"
 
 

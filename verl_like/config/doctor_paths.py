@@ -1,4 +1,4 @@
-"""Where a run's models, tokenizers and data lie: the keys that say so, and what can be said of them without looking."""
+"""Places of a run's models, tokenizers and data: the keys that name them, and checks that need no look at them."""
 
 from collections.abc import Iterator, Mapping
 

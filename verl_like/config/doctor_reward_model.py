@@ -41,7 +41,7 @@ def _generates(config: PPOConfig) -> bool:
 
 
 def _generative(config: PPOConfig) -> Iterator[str]:
-    """Of a model that writes text, on a server of its own."""
+    """Problems of a reward model that writes text, on a server of its own."""
     reward, rollout = config.reward_model, config.reward_model.rollout
     if rollout.name is None:
         yield "reward_model.model_type=generative without reward_model.rollout.name: set it to vllm or sglang"

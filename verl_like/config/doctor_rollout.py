@@ -41,7 +41,7 @@ def impossible_sleep(config: PPOConfig) -> Iterator[str]:
 
 
 def impossible_endpoint(config: PPOConfig) -> Iterator[str]:
-    """What the endpoint cannot be asked for."""
+    """Settings that the endpoint of rollout.name=openai cannot follow: keys, values, fix."""
     rollout, val = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.val_kwargs
     if not rollout.engine.endpoint:
         return

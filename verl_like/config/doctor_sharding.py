@@ -34,7 +34,7 @@ def impossible_sharding(config: PPOConfig) -> Iterator[str]:
 
 
 def _impossible_tensor(role: RoleConfig) -> Iterator[str]:
-    """What tensor parallelism of the trainer cannot be combined with."""
+    """Settings that tensor parallelism of the trainer cannot be combined with."""
     key = f"{role.tensor_key}={role.tensor}"
     if role.ulysses > 1:
         yield f"{key} with {role.ulysses_key}={role.ulysses}: a role has one of the two; set one to 1"

@@ -1,4 +1,4 @@
-"""How a model behind an OpenAI-compatible endpoint is asked: `actor_rollout_ref.rollout.openai.*`, and part of
+"""Settings of a model behind an OpenAI-compatible endpoint: `actor_rollout_ref.rollout.openai.*`, and part of
 `reward_model.judge.*`."""
 
 from dataclasses import dataclass

@@ -4,21 +4,21 @@ from enum import StrEnum
 
 
 class Strategy(StrEnum):
-    """How training shards a model."""
+    """Framework that shards a model for training."""
 
     fsdp2 = "fsdp2"
     megatron = "megatron"
 
 
 class Recompute(StrEnum):
-    """Which activations gradient checkpointing computes again: a layer's all, or all but its matrix products."""
+    """Activations that gradient checkpointing computes again: all of a layer's, or all but its matrix products."""
 
     full = "full"
     selective = "selective"
 
 
 class Experts(StrEnum):
-    """How transformers computes the experts of a mixture: its own choice, one by one, or in grouped products."""
+    """Computation of a mixture's experts in transformers: its own choice, one by one, or in grouped products."""
 
     auto = "auto"
     eager = "eager"
@@ -27,7 +27,7 @@ class Experts(StrEnum):
 
 
 class RolloutName(StrEnum):
-    """Which engine generates."""
+    """Engine that generates."""
 
     vllm = "vllm"
     sglang = "sglang"
@@ -37,14 +37,14 @@ class RolloutName(StrEnum):
 
 
 class LoadFormat(StrEnum):
-    """How trained weights travel to the rollout engine: tensor by tensor, or the full state dict first."""
+    """Route of trained weights to the rollout engine: tensor by tensor, or the full state dict first."""
 
     dummy_dtensor = "dummy_dtensor"
     dummy_hf = "dummy_hf"
 
 
 class SandboxLevel(StrEnum):
-    """How well the sandbox locks up programs, from weakest to strongest."""
+    """Levels at which the sandbox locks up programs, from weakest to strongest."""
 
     limits = "limits"
     filtered = "filtered"
@@ -52,7 +52,7 @@ class SandboxLevel(StrEnum):
 
 
 class Truncation(StrEnum):
-    """What to do with a prompt longer than data.max_prompt_length."""
+    """Treatment of a prompt longer than data.max_prompt_length."""
 
     error = "error"
     left = "left"
@@ -61,7 +61,7 @@ class Truncation(StrEnum):
 
 
 class SpelledTokens(StrEnum):
-    """What becomes of special tokens that a text of others spells out."""
+    """Treatment of special tokens that somebody else's text spells out."""
 
     text = "text"
     keep = "keep"
@@ -69,7 +69,7 @@ class SpelledTokens(StrEnum):
 
 
 class ResumeMode(StrEnum):
-    """Where a run starts from."""
+    """Starting point of a run."""
 
     auto = "auto"
     disable = "disable"
@@ -77,7 +77,7 @@ class ResumeMode(StrEnum):
 
 
 class KLControlType(StrEnum):
-    """How the coefficient of the KL penalty in the reward moves."""
+    """Control of the coefficient of the KL penalty in the reward."""
 
     fixed = "fixed"
     adaptive = "adaptive"
@@ -104,14 +104,14 @@ class KLKind(StrEnum):
 
 
 class RatioLevel(StrEnum):
-    """What a probability ratio is taken of: a whole row, or each token."""
+    """Unit of a probability ratio: a whole row, or each token."""
 
     seq = "seq"
     token = "token"
 
 
 class RewardSource(StrEnum):
-    """What topr takes as the reward of a row."""
+    """Quantity that topr takes as the reward of a row."""
 
     advantage = "advantage"
     score = "score"
@@ -140,7 +140,7 @@ class WarmupStyle(StrEnum):
 
 
 class OldLogProbs(StrEnum):
-    """Where the log-probabilities of the policy before the update come from."""
+    """Source of the log-probabilities of the policy before the update."""
 
     auto = "auto"
     recompute = "recompute"
@@ -149,7 +149,7 @@ class OldLogProbs(StrEnum):
 
 
 class Device(StrEnum):
-    """What the workers compute on."""
+    """Device that the workers compute on."""
 
     auto = "auto"
     cpu = "cpu"
@@ -157,14 +157,14 @@ class Device(StrEnum):
 
 
 class Launcher(StrEnum):
-    """Who starts the workers: Ray, or nobody (one rank in this process)."""
+    """Launcher of the workers: Ray, or none (one rank in this process)."""
 
     ray = "ray"
     local = "local"
 
 
 class ProfileTool(StrEnum):
-    """What records the steps of trainer.profile_steps: torch's profiler, or Nsight Systems."""
+    """Recorder of the steps of trainer.profile_steps: torch's profiler, or Nsight Systems."""
 
     torch = "torch"
     nsys = "nsys"
@@ -178,7 +178,7 @@ class FusedBackend(StrEnum):
 
 
 class ReweightMethod(StrEnum):
-    """How PF-PPO resamples responses."""
+    """Method by which PF-PPO resamples responses."""
 
     pow = "pow"
     max_min = "max_min"
@@ -186,7 +186,7 @@ class ReweightMethod(StrEnum):
 
 
 class AgentNormMethod(StrEnum):
-    """How algorithm.agent_reward_norm changes the rewards of a group."""
+    """Method by which algorithm.agent_reward_norm changes the rewards of a group."""
 
     identity = "identity"
     mean = "mean"
@@ -195,7 +195,7 @@ class AgentNormMethod(StrEnum):
 
 
 class TruncatedRows(StrEnum):
-    """What the overlong buffer does with responses that were cut off."""
+    """Treatment of responses that were cut off, in the overlong buffer."""
 
     penalise = "penalise"
     zero = "zero"

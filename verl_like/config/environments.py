@@ -85,7 +85,7 @@ class EnvConfig(ConfigNode):
 
 
 def _names_of(template: Any) -> set[str]:
-    """What stands in braces; "" for what is no template."""
+    """Names in braces in a template; {""} for what is no template."""
     try:
         return {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
     except (TypeError, ValueError):

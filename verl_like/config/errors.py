@@ -21,7 +21,10 @@ class ConfigError(ValueError):
 
 @contextmanager
 def input_errors() -> Iterator[None]:
-    """What is wrong with files and settings is for the user: the message alone. The traceback goes to the log file."""
+    """Turn faults of files and settings into messages for the user; the traceback goes to the log file.
+
+    Raises ConfigError in place of ValueError and OSError.
+    """
     try:
         yield
     except (ValueError, OSError) as error:

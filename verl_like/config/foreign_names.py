@@ -1,4 +1,4 @@
-"""What settings of ROLL, Colossal-RL, TRL and OpenRLHF are called here: one table for messages, imports and docs.
+"""Names here for settings of ROLL, Colossal-RL, TRL and OpenRLHF: one table for messages, imports and docs.
 
 The rows are in foreign/*.txt, `names | keys | rule | default | note` each; `# ` starts a section of the docs page.
 
@@ -50,7 +50,7 @@ class ForeignRow:
     note: str
 
     def values(self) -> dict[str, str]:
-        """Of a rule with >: value there -> value here, both as text of the table."""
+        """Translations of a rule with >: value there -> value here, both as text of the table."""
         pairs = (pair.split(">", 1) for pair in re.split(r", (?![^\[]*\])", self.rule))
         return {pair[0]: pair[-1] for pair in pairs}
 
@@ -65,7 +65,7 @@ class ForeignRow:
         return list(dict.fromkeys(keys))
 
     def matches(self, path: str) -> bool:
-        """Whether this is the line of a setting of that project."""
+        """Return True where this line is about the setting at `path` of that project."""
         return any(pattern(name).fullmatch(path) for name in self.names)
 
 
@@ -145,7 +145,7 @@ def _by_name(project: str) -> dict[str, list[ForeignRow]]:
 
 
 def foreign_hint(name: str) -> str | None:
-    """What a name of another project is called here, as a sentence; None where none has it."""
+    """Sentence with our keys for a name of another project; None where no project has that name."""
     flag = name.startswith("-")
     if len(name) == 1:  # a flag without its dash would answer every key that ends so
         return None
@@ -161,7 +161,7 @@ def foreign_hint(name: str) -> str | None:
 
 
 def foreign_names_of(key: str) -> list[str]:
-    """What other projects call a key of ours: `ROLL's pg_clip`."""
+    """Names of a key of ours in other projects: `ROLL's pg_clip`."""
     return [
         f"{project}'s {name}"
         for project in PROJECTS

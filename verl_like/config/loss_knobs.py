@@ -1,4 +1,4 @@
-"""Which policy loss reads which knob, which prescribes its aggregation, and which selects tokens beforehand.
+"""Knobs that each policy loss reads, aggregations that some prescribe, and losses that select tokens beforehand.
 
 The doctor warns by these tables; tests/unit/algorithms/test_loss_knobs.py proves them against the losses themselves.
 """

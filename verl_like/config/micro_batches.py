@@ -1,4 +1,4 @@
-"""How each pass over the rows is cut into micro-batches: by a token budget or by a number of sequences, and which key
+"""Micro-batches of each pass over the rows: cut by a token budget or by a number of sequences, and the key that
 decides.
 
 A size that the user gives wins over the default of cutting by tokens; `*use_dynamic_bsz`, where it is given, wins over
@@ -14,7 +14,7 @@ from verl_like.config.ppo import PPOConfig
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchRule:
-    """How a process cuts its rows into micro-batches: a token budget, or a number of sequences."""
+    """Rule by which a process cuts its rows into micro-batches: a token budget, or a number of sequences."""
 
     max_tokens: int | None = None
     max_sequences: int | None = None
@@ -58,7 +58,7 @@ class Cut:
         return None if self._sized is None else self._sized._size_key
 
     def rule(self, problems: list[str], data_parallel: int) -> MicroBatchRule:
-        """What the engine is told; sizes that do not fit are appended to `problems`."""
+        """Rule that the engine is told; sizes that do not fit are appended to `problems`."""
         if self.by_tokens:
             return MicroBatchRule(max_tokens=self.budget * self.ulysses)
         sized = self._sized

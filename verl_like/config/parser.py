@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*arguments, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """As argparse, or its intermixed form, which calls this one in turn."""
+        """Parse arguments as argparse does, or as its intermixed form does, which calls this method in turn."""
         if not self.mixed:
             return super().parse_known_args(args, namespace)
         self.mixed = False
@@ -39,7 +39,10 @@ class Parser(argparse.ArgumentParser):
             self.mixed = True
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        """As argparse; the program ends for an empty name of a file, folder or model, and one in a home of nobody."""
+        """Convert one argument as argparse does.
+
+        The program ends for an empty name of a file, folder or model, and for one in the home of an unknown user.
+        """
         name = action.option_strings[0] if action.option_strings else action.metavar or action.dest
         named = not action.option_strings and action.dest != "overrides" and action.nargs != argparse.PARSER
         if action.dest in _PLACES or named:

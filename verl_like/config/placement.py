@@ -1,4 +1,4 @@
-"""Which roles share processes: a run is one or several pools, and a role belongs to one of them.
+"""Pools of processes that roles share: a run is one or several pools, and a role belongs to one of them.
 
 The main pool has trainer.nnodes x trainer.n_gpus_per_node processes and hosts every role that no other pool names: all
 of them in the hybrid engine. trainer.placement gives roles pools of their own; hybrid_engine=False and
@@ -34,7 +34,7 @@ def pools_of(config: PPOConfig, world_size: int) -> tuple[Pool, ...]:
 
 
 def impossible_placement(config: PPOConfig) -> Iterator[str]:
-    """What cannot be placed so: keys, values, fix."""
+    """Settings whose placement of roles cannot work: keys, values, fix."""
     others, movable = _others(config), [*(role for role in every_role(config) if role != ACTOR), ROLLOUT]
     for pool in named_pools(config.trainer.placement):
         for role in pool.roles:
@@ -81,7 +81,7 @@ def impossible_placement(config: PPOConfig) -> Iterator[str]:
 
 
 def has_further_pools(config: PPOConfig) -> bool:
-    """Whether there are pools beside the main one."""
+    """Return True where there are pools beside the main one."""
     return bool(_others(config))
 
 
@@ -123,12 +123,12 @@ def _rollout_has_own_keys(config: PPOConfig) -> bool:
 
 
 def is_apart(config: PPOConfig, role: str) -> bool:
-    """Whether a role is in another pool than the main one."""
+    """Return True where a role is in another pool than the main one."""
     return any(role in pool.roles for pool in _others(config))
 
 
 def samples_alone(config: PPOConfig) -> bool:
-    """Whether the rollout engine has its processes for itself."""
+    """Return True where the rollout engine has its processes for itself."""
     return any(pool.roles == (ROLLOUT,) for pool in _others(config))
 
 

@@ -59,5 +59,5 @@ class PPOConfig(ConfigNode):
 
     @property
     def asynchronous(self) -> bool:
-        """Whether groups are under way across steps."""
+        """True where groups are in flight across steps."""
         return self.trainer.mode != "sync"

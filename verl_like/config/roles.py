@@ -54,7 +54,7 @@ class RoleConfig:
 
     @property
     def sharding_section(self) -> str:
-        """Where the keys of `fsdp` are."""
+        """Section with the keys of `fsdp`."""
         return f"{self.section if self.kind == 'policy' else self.model_section}.fsdp_config"
 
     @property
@@ -100,19 +100,19 @@ def roles_of(config: PPOConfig) -> dict[str, RoleConfig]:
 
 
 def generates(reward: RewardModelConfig, custom: CustomRewardFunctionConfig) -> bool:
-    """Whether the run serves a reward model that writes text."""
+    """Return True where the run serves a reward model that writes text."""
     if reward.model_type is None:
         return reward.enable and reward.rollout.name is not None and custom.path is not None
     return reward.enable and reward.model_type == "generative"
 
 
 def classifies(reward: RewardModelConfig, custom: CustomRewardFunctionConfig) -> bool:
-    """Whether a sequence classifier scores in the trainer's processes."""
+    """Return True where a sequence classifier scores in the trainer's processes."""
     return reward.enable and not generates(reward, custom)
 
 
 def hosted_roles(config: PPOConfig) -> tuple[str, ...]:
-    """What the worker processes host: those roles, a reward model's server, the rollout engine."""
+    """Roles that the worker processes host: those of `roles_of`, a reward model's server, the rollout engine."""
     served = (REWARD,) if generates(config.reward_model, config.custom_reward_function) else ()
     return (*roles_of(config), *served, ROLLOUT)
 
@@ -139,12 +139,12 @@ def needs_critic(critic: CriticConfig, algorithm: AlgorithmConfig) -> bool:
 
 
 def compares_in_driver(config: PPOConfig) -> bool:
-    """Whether the exact KL to the reference is a pass of its own, before the update."""
+    """Return True where the exact KL to the reference is a pass of its own, before the update."""
     return config.algorithm.use_kl_in_reward and config.algorithm.kl_penalty == "full"
 
 
 def compares_policies(config: PPOConfig) -> bool:
-    """Whether the exact KL to the reference is wanted, in the reward or in the loss: both models see the same rows."""
+    """Return True where the exact KL to the reference is used, in reward or loss: both models see the same rows."""
     actor: ActorConfig = config.actor_rollout_ref.actor
     return compares_in_driver(config) or (actor.use_kl_loss and actor.kl_loss_type == "full")
 
@@ -233,5 +233,5 @@ def reward_network(section: RewardModelConfig) -> ModelConfig:
 
 
 def other_estimator(config: PPOConfig, *estimators: str) -> bool:
-    """Whether the estimator is another built-in one; what one of the user's own reads is not known."""
+    """Return True where the estimator is built in but none of these; what one of the user's own reads is not known."""
     return config.algorithm.adv_estimator in ADV_ESTIMATORS and config.algorithm.adv_estimator not in estimators

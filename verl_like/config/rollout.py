@@ -346,17 +346,17 @@ class RolloutConfig(ConfigNode):
 
 
 def reads_text(rollout: RolloutConfig) -> bool:
-    """Whether texts may end a response, which an engine needs the tokenizer for."""
+    """Return True where texts may end a response, for which an engine needs the tokenizer."""
     return bool(rollout.stop or rollout.val_kwargs.stop)
 
 
 def runs_agent_loops(rollout: RolloutConfig) -> bool:
-    """Whether some rows may be coroutines of the user's."""
+    """Return True where some rows may be coroutines of the user's."""
     return rollout.agent.agent_loop_config_path is not None or rollout.multi_turn.completion_callback is not None
 
 
 def runs_programs(rollout: RolloutConfig) -> bool:
-    """Whether episodes are programs behind the gateway."""
+    """Return True where episodes are programs behind the gateway."""
     return rollout.gateway.path is not None or rollout.gateway.command is not None
 
 

@@ -45,12 +45,12 @@ class Key:
 
     @property
     def is_open(self) -> bool:
-        """Whether it holds a dictionary of the user's own names."""
+        """True where the key holds a dictionary of the user's own names."""
         return get_origin(self.type) is dict
 
     @property
     def may_be_null(self) -> bool:
-        """Whether null is a value of it."""
+        """True where null is a value of the key."""
         return self.type is Any or type(None) in get_args(self.type)
 
 
@@ -109,7 +109,7 @@ def find_key(path: str) -> Key | None:
 
 
 def suggest(path: str) -> str:
-    """What a user may have meant by an unknown key, as text for an error message.
+    """Suggestion for an unknown key, as text for an error message.
 
     The nearest known key, or what a name of ROLL's or Colossal-RL's is called here; silence is better than a key that
     has only a word like `enable` in common.
@@ -238,12 +238,12 @@ _PLACES = ("dir", "file", "files", "path", "tokenizer")
 
 
 def without_home(text: str) -> bool:
-    """Whether a path begins with ~ and the name of a user whom this machine does not have."""
+    """Return True where a path begins with ~ and the name of a user whom this machine does not have."""
     return re.fullmatch(r"~[\w.-]*(/.*)?", text) is not None and os.path.expanduser(text) == text
 
 
 def of_no_home(key: Key, value: Any) -> str | None:
-    """What is wrong with a path of this key that begins with the home of a user who is not there; None for others."""
+    """Problem of a path of this key that begins with the home of a user who is not there; None for others."""
     texts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
     for text in texts if key.name not in ("bad_words", "stop") else ():
         if isinstance(text, str) and ("/" in text or key.name.endswith(_PLACES)) and without_home(text):
@@ -257,7 +257,7 @@ _UNBOUNDED = ("clip_cov_lb", "clip_cov_ub", "rollout_is_threshold")  # inf: no b
 
 
 def _beyond(key: Key, value: Any) -> str | None:
-    """What is wrong with a number that no computation can use; None where nothing is."""
+    """Problem of a number that no computation can use; None for others."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     if math.isnan(value) or (math.isinf(value) and key.name not in _UNBOUNDED):

@@ -199,7 +199,7 @@ class TrainerConfig(ConfigNode):
         self._take_sizes_from_placement()
 
     def _take_sizes_from_placement(self) -> None:
-        """Where trainer.placement lists the actor's devices, they are nnodes x n_gpus_per_node."""
+        """Set nnodes and n_gpus_per_node from trainer.placement, where that lists the actor's devices."""
         try:
             main = [pool for pool in named_pools(self.placement) if pool.name == MAIN_POOL]
         except PlacementError as error:

@@ -55,7 +55,7 @@ class BroadcastSender(WiredSender):
             raise self._undelivered(error, deadline) from error
 
     def close(self) -> None:
-        """See SendingEnd."""
+        """Close the wires, and leave the process group and its store."""
         super().close()
         _leave(self._group)
         self._group = self._store = None
@@ -87,7 +87,7 @@ class BroadcastReceiver(WiredReceiver):
         return data
 
     def close(self) -> None:
-        """See ReceivingEnd."""
+        """Close the wire to the sender, and leave the process group."""
         super().close()
         _leave(self._group)
         self._group = None

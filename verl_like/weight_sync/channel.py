@@ -1,4 +1,4 @@
-"""How weights travel: the two ends of a channel, and the channel within one process.
+"""Channels that weights travel on: the two ends of a channel, and the channel within one process.
 
 in process  header and stream are handed over as they are: a tensor is gathered when the loader asks for it
 ipc         one receiver on the same machine; two buckets that both processes see (ipc.py)
@@ -65,15 +65,15 @@ class InProcess:
         self._sent: tuple[Header, Stream] | ChannelError | None = None
 
     def send(self, header: Header, stream: Stream) -> None:
-        """See SendingEnd; returns at once."""
+        """Keep header and stream for `receive`; returns at once."""
         self._sent = header, stream
 
     def fail(self, reason: str) -> None:
-        """See SendingEnd; as the receiver's, there is nobody to tell."""
+        """Keep the reason for `receive`, which raises ChannelError; a receiver that fails has nobody to tell."""
         self._sent = ChannelError(reason)
 
     def receive(self) -> tuple[Header, Stream]:
-        """See ReceivingEnd."""
+        """Hand over the header and the stream that were sent. Raises ChannelError with the reason given to `fail`."""
         sent, self._sent = self._sent, None
         assert sent is not None, "received before anything was sent"
         if isinstance(sent, ChannelError):
@@ -89,7 +89,7 @@ class TakesPart:
     """The sending end of a trainer's rank that speaks to no receiver: it takes part in the gathers."""
 
     def send(self, header: Header, stream: Stream) -> None:
-        """See SendingEnd."""
+        """Read the stream to its end: its gathers are collective."""
         for _ in stream:
             pass
 

@@ -1,4 +1,4 @@
-"""What goes before a stream of weights: it tells the receiver what will come, and what it must hold afterwards."""
+"""Header before a stream of weights: it tells the receiver what will come, and what it must hold afterwards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from verl_like.weight_sync.probe import ProbeText
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What a receiver says before anything is sent. held: see RolloutEngine. Picklable."""
+    """Requirements of a receiver, told before anything is sent. held: see RolloutEngine. Picklable."""
 
     dtype: torch.dtype
     keeps_adapters: bool
@@ -25,8 +25,10 @@ class Wanted:
 
     @classmethod
     def of_all(cls, receivers: Sequence[Wanted]) -> Wanted:
-        """What one stream must be for all of them: a whole one unless all hold the same. Raises ValueError when they
-        are engines of different kinds."""
+        """Requirements on one stream for all of them: a whole stream unless all hold the same.
+
+        Raises ValueError when they are engines of different kinds.
+        """
         first = receivers[0]
         kinds = {(w.dtype, w.keeps_adapters, w.tokenizer_size, w.max_model_len) for w in receivers}
         if len(kinds) > 1:
@@ -36,10 +38,18 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """Of one update. shapes: every tensor of the stream. checksums: of the same tensors in `dtype`, computed from the
-    trainer's shards before anything is gathered; probe: what the trainer says to the probe's tokens; both None where
-    the sync is not proved. trainer_dtype: what the trainer computes in. changes: the trainer's count of its updates.
-    base: the mark of the weights that adapters alone are put on. mark: of what the receiver then holds."""
+    """Header of one update.
+
+    Args:
+        shapes: of every tensor of the stream.
+        checksums: of the same tensors in `dtype`, computed from the trainer's shards before anything is gathered; None
+            where the sync is not proved.
+        probe: the probe's tokens with the trainer's log-probs of them; None where the sync is not proved.
+        trainer_dtype: the dtype that the trainer computes in.
+        changes: the trainer's count of its updates.
+        base: the mark of the weights that adapters alone are put on.
+        mark: of the weights that the receiver then holds.
+    """
 
     version: int
     form: WeightForm
@@ -53,7 +63,7 @@ class Header:
     mark: str = ""
 
     def num_changed(self, before: Header | None) -> int | None:
-        """How many tensors are others than in an earlier update; None where that did not have them all."""
+        """Number of tensors that differ from an earlier update's; None where checksums of any of them are missing."""
         earlier = {} if before is None else before.checksums or {}
         if self.checksums is None or not self.checksums.keys() <= earlier.keys():
             return None

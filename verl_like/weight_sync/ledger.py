@@ -47,7 +47,7 @@ class WeightLedger:
             del tensor
 
     def problems(self) -> list[str]:
-        """What was wrong with tensors that came, and what did not come; call after the end of the stream."""
+        """Problems of tensors that came, and tensors that did not come; call after the end of the stream."""
         missing = [f"missing: {name}" for name in self._header.shapes if name not in self._seen]
         found = list(zip(self._sums, values_of(list(self._sums.values())), strict=True))
         return self._problems + missing + self._differences(found, "differs from the trainer's shards")
@@ -95,7 +95,7 @@ class QuantisedLedger:
             del tensor
 
     def differences(self, held: Sequence[tuple[str, Tensor]]) -> list[str]:
-        """What is wrong with the engine's dequantised weights: (name, sketch [R, K])."""
+        """Problems of the engine's dequantised weights. held: (name, sketch [R, K]) of each."""
         if not held:
             return [f"quantization={self._kind}: no quantised weight of the rollout engine could be read back"]
         problems = []
@@ -112,7 +112,7 @@ class QuantisedLedger:
 
 
 def _ratio(found_RK: Tensor, sent_RK: Tensor, deviation_R1: Tensor) -> tuple[float, float]:
-    """How many times as large what was found is, by least squares, and that number's deviation."""
+    """Ratio of the size of what was found to what was sent, by least squares, and that number's deviation."""
     total = float(sent_RK.square().sum())
     if total == 0:
         return 1.0, 0.0
@@ -121,7 +121,7 @@ def _ratio(found_RK: Tensor, sent_RK: Tensor, deviation_R1: Tensor) -> tuple[flo
 
 
 def _deviation(tensor_RC: Tensor, kind: str) -> Tensor:
-    """Of an entry of each row's sketch, when every number is rounded by itself: float64 [R, 1]."""
+    """Deviation of an entry of each row's sketch, when every number is rounded by itself: float64 [R, 1]."""
     largest_R, squares_R = (
         torch.cat(found)
         for found in zip(*((rows.abs().amax(1), rows.square().sum(1)) for rows in blocks(tensor_RC)), strict=True)

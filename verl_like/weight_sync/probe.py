@@ -80,12 +80,12 @@ class Probe:
         return self._limits.ceiling if self._calibrated is None else self._calibrated
 
     def measure(self, rollout: RolloutEngine, text: ProbeText) -> Gap:
-        """What the engine gives to the tokens beside what the trainer gave; collective over a replica."""
+        """Compare the engine's log-probs of the tokens with the trainer's; collective over a replica."""
         length = text.log_probs_BR.shape[1]
         return gap_between(text.log_probs_BR, torch.tensor([row[-length:] for row in rollout.score(text.tokens)]))
 
     def problem(self, gap: Gap) -> str | None:
-        """What to say if the gap is too large."""
+        """Problem to report where the gap is too large; None where it is not."""
         limit = self.tolerance * _LARGEST_TO_MEAN if self._exact else math.inf
         if gap.mean <= self.tolerance and gap.largest <= limit:  # false for NaN
             return None

@@ -47,7 +47,7 @@ class WeightReceiver:
         self._has_said = False
 
     def wanted(self) -> Wanted:
-        """What the sender has to know; local."""
+        """Requirements that the sender has to know; local."""
         rollout = self._rollout
         return Wanted(
             dtype=rollout.dtype,

@@ -45,8 +45,10 @@ class WeightSource:
         self.delivered: Header | None = None  # the last of which a receiver has shown that it holds it
 
     def arrived(self) -> None:
-        """What was sent last is proved to be there: the next sync compares with it, even where the engine has let go of
-        it."""
+        """Note that the weights sent last are proved to be there.
+
+        The next sync compares with them, even where the engine has let go of them.
+        """
         self.delivered = self._sent
 
     def send(self, version: int, wanted: Wanted, channel: SendingEnd) -> Sent:
@@ -95,7 +97,7 @@ class WeightSource:
         return []
 
     def _header(self, version: int, wanted: Wanted) -> Header:
-        """What will be sent; the same on every rank."""
+        """Header of the update that will be sent; the same on every rank."""
         form, base = self._form(wanted), ""
         if form == "adapters":
             assert wanted.held is not None

@@ -1,4 +1,4 @@
-"""What the two sides report of one update, and whether it has succeeded."""
+"""Reports of the two sides on one update, and the verdict on it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class WeightSyncError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """Of one rank of the trainer. seconds: to make the header. mark: what receivers must hold now."""
+    """Report of one rank of the trainer. seconds: to make the header. mark: of what receivers must hold now."""
 
     version: int
     form: WeightForm
@@ -52,7 +52,10 @@ class Sent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receipt:
-    """Of one receiving rank. seconds: since the header came. mark: of what it holds now, None where it is unloaded."""
+    """Report of one receiving rank.
+
+    seconds: since the header came. mark: of what it holds now, None where it is unloaded.
+    """
 
     mark: str | None
     seconds: float

@@ -33,10 +33,13 @@ _NUM_SLOTS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """How the receivers reach a sender: what joins a channel. Picklable.
+    """Addresses by which the receivers reach a sender and join its channel. Picklable.
 
-    sender, receivers: names, for messages. wires: address and key of each receiver's. store: where the process group
-    of a broadcast meets.
+    Args:
+        sender: its name, for messages.
+        receivers: their names, for messages.
+        wires: address and key of each receiver's.
+        store: the meeting place of the process group of a broadcast.
     """
 
     sender: str
@@ -47,7 +50,7 @@ class Way:
 
 
 class Deadline:
-    """Of one transfer. Of a sender it is somewhat earlier, so that receivers hear its account before their own."""
+    """Deadline of one transfer. A sender's is somewhat earlier, so that receivers hear its account before their own."""
 
     def __init__(self, seconds: float, *, of_sender: bool = False) -> None:
         self._began = time.monotonic()
@@ -82,7 +85,10 @@ class Peer:
             raise self.lost(error, deadline, state) from error
 
     def hear(self, deadline: Deadline, state: str) -> tuple[Any, ...]:
-        """What it says next. Raises ChannelError when it is gone, says nothing, or says that it has failed."""
+        """Receive the peer's next message.
+
+        Raises ChannelError when it is gone, says nothing, or says that it has failed.
+        """
         try:
             self._wire.limit(deadline.left)
             with span("weights", whom=self.name):
@@ -94,7 +100,7 @@ class Peer:
         return message
 
     def lost(self, error: BaseException, deadline: Deadline, state: str) -> ChannelError:
-        """What to say of a wait that has come to nothing."""
+        """Error of a wait that has come to nothing."""
         if isinstance(error, BlockingIOError):
             return ChannelError(f"{self._own_name} waited {deadline.waited:.1f} s for {self.name}: {state}")
         return ChannelError(f"{self.name} is gone, {self._own_name} lost it after {deadline.waited:.1f} s: {state}")
@@ -104,11 +110,16 @@ class Peer:
 
 
 class WiredSender:
-    """See SendingEnd: the sender of one channel, which listens for its receivers: `way` is what they need to join. A
-    subclass has `_give` and, where a tensor larger than a bucket can go as it is, `_whole`.
+    """Sender of one channel, which listens for its receivers: `way` is what they need to join.
 
-    host: this machine's address, as receivers reach it. receivers: their names, in the order of their ranks. name: of
-    this process. bucket_bytes: of rollout.update_weights_bucket_megabytes. deadline_s: of one transfer.
+    A subclass has `_give` and, where a tensor larger than a bucket can go as it is, `_whole`.
+
+    Args:
+        host: this machine's address, as receivers reach it.
+        receivers: their names, in the order of their ranks.
+        bucket_bytes: of rollout.update_weights_bucket_megabytes.
+        name: of this process.
+        deadline_s: of one transfer.
     """
 
     _whole = False
@@ -141,7 +152,10 @@ class WiredSender:
         )
 
     def send(self, header: Header, stream: Stream) -> None:
-        """See SendingEnd."""
+        """Send one update; returns when all receivers have taken it.
+
+        Raises ChannelError, or what the stream raises; receivers are told, and the channel is closed.
+        """
         deadline = Deadline(self._deadline_s, of_sender=True)
         self._total, self._num_buckets = len(header.shapes), 0
         try:
@@ -160,13 +174,13 @@ class WiredSender:
             self._release()
 
     def fail(self, reason: str) -> None:
-        """See SendingEnd."""
+        """Tell the receivers why no update comes, and close the channel."""
         with suppress(ChannelError):  # who is not there needs no reason
             self._connect(Deadline(self._deadline_s))
         self._give_up(reason)
 
     def close(self) -> None:
-        """See SendingEnd."""
+        """Close the channel for good, with its sockets and wires."""
         self._closed = True
         for end in [*self._sockets, *self._peers]:
             end.close()
@@ -220,7 +234,7 @@ class WiredSender:
         return f"{peer.num_tensors} of {self._total} tensors had been taken"
 
     def _undelivered(self, error: BaseException, deadline: Deadline) -> ChannelError:
-        """What to say when the bytes of the last bucket did not go out: of those who have not taken it."""
+        """Error of the last bucket, whose bytes did not go out: it names a receiver that has not taken them."""
         found = []
         for peer in self._peers:
             grace = Deadline(deadline.grace)
@@ -239,7 +253,7 @@ class WiredSender:
         self.close()
 
     def _meeting_place(self) -> tuple[str, int] | None:
-        """Where a process group of both sides meets, of a channel that has one."""
+        """Meeting place of a process group of both sides; None for a channel that has none."""
         return None
 
     def _prepare(self, deadline: Deadline) -> None:
@@ -250,7 +264,7 @@ class WiredSender:
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def _place(self) -> Any:
-        """What the receivers must know of where the last bucket is, which is written now."""
+        """Place of the last bucket, which is written now, as the receivers must know it."""
 
     def _give(self, data: Tensor, deadline: Deadline) -> None:
         """Send the bytes of a bucket that was told of, where telling does not do."""
@@ -260,7 +274,7 @@ class WiredSender:
 
 
 class WiredReceiver:
-    """See ReceivingEnd: joins the channel. A subclass has `_get`. rank: this receiver's place in the way."""
+    """Receiver of one channel, which it joins. A subclass has `_get`. rank: this receiver's place in the way."""
 
     def __init__(self, way: Way, rank: int, device: torch.device) -> None:
         self._way, self._rank, self._device = way, rank, device
@@ -272,7 +286,10 @@ class WiredReceiver:
         self._peer = Peer(wire, way.sender, self._name)
 
     def receive(self) -> tuple[Header, Stream]:
-        """See ReceivingEnd."""
+        """Wait for the next update; read the stream to its end.
+
+        Raises ChannelError, as the stream does; the channel is closed then.
+        """
         deadline = Deadline(self._way.deadline_s)
         try:
             _, header = self._peer.hear(deadline, "no header had come")
@@ -282,11 +299,11 @@ class WiredReceiver:
         return header, self._stream(header, deadline)
 
     def fail(self, reason: str) -> None:
-        """See ReceivingEnd."""
+        """Tell the sender why the stream is not read, and close the channel."""
         self._failed(ChannelError(reason))
 
     def close(self) -> None:
-        """See ReceivingEnd."""
+        """Close the wire to the sender."""
         self._peer.close()
 
     def _stream(self, header: Header, deadline: Deadline) -> Stream:
@@ -323,7 +340,7 @@ class WiredReceiver:
         return known
 
     def _undelivered(self, error: Exception, deadline: Deadline, state: str) -> ChannelError:
-        """What to say when the bytes of a bucket did not come: what the sender says of it, if anything."""
+        """Error of a bucket whose bytes did not come: the sender's own account, if it gives one."""
         try:
             self._peer.hear(Deadline(_GRACE_S), state)
         except ChannelError as lost:
