@@ -84,7 +84,9 @@ def test_broken_lines(tmp_path: Path, line: str) -> None:
         gsm8k.main(["--local_dataset_path", str(tmp_path), "--local_save_dir", str(tmp_path / "out")])
 
 
-SCRIPTS = sorted(path.stem for path in Path(schema.__file__).parent.glob("[a-z]*.py") if path.stem not in ("catalogue", "schema"))
+SCRIPTS = sorted(
+    path.stem for path in Path(schema.__file__).parent.glob("[a-z]*.py") if path.stem not in ("catalogue", "schema")
+)
 
 
 @pytest.mark.parametrize("module", SCRIPTS)
