@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from verl_like.config import ModelConfig, RolloutConfig
     from verl_like.parallel.dist import ProcessInfo
 
+SLEEPERS = ("weights", "kv_cache")  # what an engine can put to sleep, in the order it must come back for a weight load
 STREAM_INTERVAL_S = 0.02  # responses that end this close together leave in one message: at most 50 messages a second
 
 
@@ -116,6 +117,7 @@ class RolloutEngine:
         self._seed, self._unseeded = seed, itertools.count()
         self._in_memory: HeldWeights | None = None  # stays when they are unloaded: what runs ends with them
         self._unloaded, self._away = True, False  # away: thrown away by `sleep`, and to come again
+        self._asleep: set[str] = set()  # of SLEEPERS
 
     @property
     def held(self) -> HeldWeights | None:
@@ -322,6 +324,20 @@ class RolloutEngine:
 
     def wake(self) -> None:
         """Undo `sleep`."""
+        if self._asleep:
+            with self._exclusive():
+                self._wake(*SLEEPERS)
+
+    def _wake(self, *tags: str) -> None:
+        """Bring back those of `tags` that are asleep; after a load that broke off only the cache is."""
+        sleeping = [tag for tag in tags if tag in self._asleep]
+        if sleeping:
+            self._resume(sleeping)
+            self._asleep -= set(sleeping)
+
+    def _resume(self, tags: list[str]) -> None:
+        """Bring these of SLEEPERS back to the device; for engines that put them to sleep."""
+        raise NotImplementedError
 
     def shutdown(self) -> None:
         """Stop threads, free memory and shared memory names; call before the process group is destroyed."""

@@ -38,31 +38,29 @@ def evaluate(node: Node, point: dict[str, Fraction]) -> Any:
 
 def rational(node: Node) -> Fraction | None:
     """The exact value of an expression without variables, or None if it is not known to be rational."""
-    if symbols(node):
-        return None
-    try:
-        value = evaluate(node, {})
-    except UnknownExpression:
-        return None
+    value = _constant(node)
     return value if isinstance(value, Fraction) else None
 
 
 def real_value(node: Node) -> Any:
     """The value of an expression without variables: a Fraction, or, of an irrational real number, 30 of its digits as
     one; None if it is not real or unknown."""
-    if symbols(node):
-        return None
-    try:
-        value = evaluate(node, {})
-    except UnknownExpression:
-        return None
-    mp = _mpmath()
-    if isinstance(value, Fraction):
+    value = _constant(node)
+    if value is None or isinstance(value, Fraction):
         return value
+    mp = _mpmath()
     with mp.workdps(_DIGITS):
         if mp.im(value) != 0:
             return None
         return Fraction(mp.nstr(mp.re(value), 30))
+
+
+def _constant(node: Node) -> Any:
+    """Evaluate an expression without variables; None for one with variables, or of unknown value."""
+    try:
+        return None if symbols(node) else evaluate(node, {})
+    except UnknownExpression:
+        return None
 
 
 def same(left: Node, right: Node) -> bool | None:

@@ -21,7 +21,7 @@ from verl_like.models.loading import load_tokenizer
 from verl_like.models.lora import adapters_apart
 from verl_like.plugins.sglang import compat, images
 from verl_like.remote_storage import local_folder
-from verl_like.rollout.base import EngineSpec, SteppedRolloutEngine
+from verl_like.rollout.base import SLEEPERS, EngineSpec, SteppedRolloutEngine
 from verl_like.rollout.held_weights import Layout, checksums, held_by
 from verl_like.rollout.orders import lockstep_of
 from verl_like.rollout.placed_images import placed_images
@@ -29,7 +29,6 @@ from verl_like.rollout.rollout_engine import Completion, GenerationRequest, Samp
 from verl_like.rollout.rows import Knobs, Row, draw_tokens
 from verl_like.rollout.step_loop import StepLoop
 
-_SLEEPERS = ("weights", "kv_cache")  # what can be put to sleep, in the order it must come back for a weight load
 _PROBE_TOKENS = 64  # of the prompt that finds out whether the cache was emptied
 
 
@@ -49,7 +48,6 @@ class SGLangRolloutEngine(SteppedRolloutEngine):
         self._tp, self._rank = tp, process.rank % tp
         self._tokenizer = load_tokenizer(spec.tokenizer, model.trust_remote_code) if self._reads_text else None
         self._sleep_mode = rollout.free_cache_engine and process.device.type == "cuda"
-        self._asleep: set[str] = set()
         compat.prepare(process.device, quiet=rollout.disable_log_stats, sees=self._vision is not None)
         sizes = (spec.hf_config, self.dtype, self.max_model_len, seed)
         kwargs = engine_arguments(rollout, model, *sizes, process.device, sleep_mode=self._sleep_mode)
@@ -195,20 +193,11 @@ class SGLangRolloutEngine(SteppedRolloutEngine):
         super().sleep(discard=discard)
         if self._sleep_mode and not self._asleep:
             with self._exclusive(), compat.alone(self._scheduler):
-                compat.release(self._scheduler, _SLEEPERS)
-            self._asleep = set(_SLEEPERS)
+                compat.release(self._scheduler, SLEEPERS)
+            self._asleep = set(SLEEPERS)
 
-    def wake(self) -> None:
-        if self._asleep:
-            with self._exclusive():
-                self._wake(*_SLEEPERS)
-
-    def _wake(self, *tags: str) -> None:
-        """Bring back those of `tags` that are asleep; after a load that broke off only the cache is."""
-        sleeping = [tag for tag in tags if tag in self._asleep]
-        if sleeping:
-            compat.resume(self._scheduler, sleeping)
-            self._asleep -= set(sleeping)
+    def _resume(self, tags: list[str]) -> None:
+        compat.resume(self._scheduler, tags)
 
     def shutdown(self) -> None:
         super().shutdown()

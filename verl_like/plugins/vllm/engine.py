@@ -23,7 +23,7 @@ from verl_like.config.rollout import reads_text
 from verl_like.models.lora import adapters_apart, is_adapter
 from verl_like.plugins.vllm import compat, lora, versions, vision
 from verl_like.remote_storage import local_folder
-from verl_like.rollout.base import EngineSpec, SteppedRolloutEngine
+from verl_like.rollout.base import SLEEPERS, EngineSpec, SteppedRolloutEngine
 from verl_like.rollout.held_weights import Layout, checksums, held_by, sketches
 from verl_like.rollout.orders import lockstep_of
 from verl_like.rollout.placed_images import placed_images
@@ -41,7 +41,6 @@ from verl_like.rollout.step_loop import StepLoop
 
 logger = logging.getLogger(__name__)
 
-_SLEEPERS = ("weights", "kv_cache")  # what vLLM can put to sleep, in the order it must come back for a weight load
 _CACHED_BLOCKS = 3  # of the KV cache, in the prompt that finds out whether it was emptied
 
 
@@ -57,7 +56,6 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
         options = {"images": self._vision is not None, "speculates": "speculative_config" in rollout.engine_kwargs.vllm}
         versions.require_names(process.device, adapters=self.keeps_adapters, **options)
         self._sleep_mode = rollout.free_cache_engine and process.device.type == "cuda"  # vLLM on CPU has none
-        self._asleep: set[str] = set()
         sizes = (self.dtype, self.max_model_len, seed)
         kwargs = engine_arguments(rollout, model, *sizes, sleep_mode=self._sleep_mode, tokenizer=spec.tokenizer)
         if self._vision is not None:
@@ -256,20 +254,11 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
                 self._rest()
                 level = 2 if discard else 1
                 self._llm.sleep(level=level, mode="keep")  # by default vLLM would abort what is under way
-            self._asleep = set(_SLEEPERS)
+            self._asleep = set(SLEEPERS)
 
-    def wake(self) -> None:
-        if self._asleep:
-            with self._exclusive():
-                self._wake(*_SLEEPERS)
-
-    def _wake(self, *tags: str) -> None:
-        """Bring back those of `tags` that are asleep; after a load that broke off only the cache is."""
-        sleeping = [tag for tag in tags if tag in self._asleep]
-        if sleeping:
-            torch.cuda.empty_cache()  # vLLM maps this memory past torch's allocator, which must let go of it first
-            self._llm.wake_up(tags=sleeping)
-            self._asleep -= set(sleeping)
+    def _resume(self, tags: list[str]) -> None:
+        torch.cuda.empty_cache()  # vLLM maps this memory past torch's allocator, which must let go of it first
+        self._llm.wake_up(tags=tags)
 
     def shutdown(self) -> None:
         super().shutdown()
@@ -285,7 +274,7 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
         It reports CUDA errors then, and this process could start no other engine.
         """
         try:
-            self._wake(*_SLEEPERS)
+            self._wake(*SLEEPERS)
         except Exception:
             logger.warning("vLLM could not be woken before its end: CUDA errors may follow", exc_info=True)
 
