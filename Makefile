@@ -22,7 +22,7 @@ setup: ## make the virtual environment (.venv) with everything in it; see script
 quickstart: setup ## train a tiny model on additions with GRPO, no download: about 4 minutes on 2 cores
 	@$(PY) recipes/quickstart/run.py $(ARGS)
 
-test: setup ## the test suite: 19 minutes on 2 quiet cores
+test: setup ## the test suite: 15 minutes on 2 quiet cores
 	$(PYTEST) $(PARALLEL) -m "not slow and not gpu and not engines" $(ARGS)
 
 test-engines: ## the tests of second engines (SGLang is installed for them), servers, further pools: 10 minutes on 2 quiet cores
