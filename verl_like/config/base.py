@@ -27,8 +27,12 @@ class Range:
     words: str
 
     def check(self, key: str, value: Any) -> None:
-        """Raise ValueError "key=value: fix" for a value out of range."""
-        require(self.holds(value), key, value, self.fix(value))
+        """Raise ValueError "key=value: fix" for a value out of range, or of a type that cannot be in it."""
+        try:
+            holds = self.holds(value)
+        except TypeError:
+            raise ValueError(f"{key}={value!r}: must be {self.words or 'a value of another type'}") from None
+        require(holds, key, value, self.fix(value))
 
 
 def key(default: T, *ranges: Range, unit: str = "", idle: str = "") -> T:

@@ -1,13 +1,14 @@
 """A key's declaration holds its range and unit: what is out of range is refused with key, value and fix."""
 
 import math
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 
 import pytest
 from omegaconf import OmegaConf
 
-from verl_like.config import PPOConfig
+from verl_like.config import ActorConfig, PPOConfig
 from verl_like.config.base import (
     ConfigNode,
     above,
@@ -132,3 +133,9 @@ def test_a_condition_names_the_key_beside_it_in_each_section_that_shares_the_dec
     why = {row.keys: row.why for row in declared_idle()}
     assert why[("critic.optim.num_cycles",)] == "critic.optim.warmup_style is constant"
     assert why[("ray_init.",)] == "trainer.launcher is local"
+
+
+@pytest.mark.parametrize(("key", "value"), [("grad_clip", None), ("ppo_mini_batch_size", "abc"), ("clip_ratio", [])])
+def test_a_value_whose_type_cannot_be_in_range_is_told_as_one_out_of_range(key: str, value: object):
+    with pytest.raises(ValueError, match=rf"^{key}={re.escape(repr(value))}: must be "):
+        ActorConfig(**{key: value})  # pyright: ignore[reportArgumentType]
