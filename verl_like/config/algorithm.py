@@ -1,11 +1,19 @@
 """`algorithm.*`: advantages and the KL penalty in the reward."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from verl_like.config.base import ConfigNode, above, at_least, between, key, on_menu, rising_pair, section
 from verl_like.config.correction import RolloutCorrectionConfig
-from verl_like.config.enums import ADV_ESTIMATORS, KL_MENU, KLControlType, KLKind
+from verl_like.config.menus import ESTIMATORS, KL_KINDS, KL_MENU, Estimator
 from verl_like.config.shaping import AgentRewardNormConfig, PFPPOConfig, RewardNormConfig, RewardScalingConfig
+
+
+class KLControlType(StrEnum):
+    """Control of the coefficient of the KL penalty in the reward."""
+
+    fixed = "fixed"
+    adaptive = "adaptive"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -55,20 +63,19 @@ class FilterGroupsConfig(ConfigNode):
 class AlgorithmConfig(ConfigNode):
     """`algorithm.*`."""
 
-    adv_estimator: str = key("gae", on_menu("algorithm.adv_estimator", *ADV_ESTIMATORS))
-    """Advantage estimator: gae (with a critic), reinforce, reinforce_plus_plus, reinforce_plus_plus_baseline, grpo,
-    dr_grpo, grpo_passk, rloo, opo, gpg, maxrl, lite_ppo, remax, optimal_token_baseline, tir_optimal_token_baseline,
-    gdpo (several rewards), gigpo, step_reinforce (multi-turn); or a function of your own, file.py:name."""
+    adv_estimator: str = key("gae", on_menu("algorithm.adv_estimator", *ESTIMATORS))
+    """Advantage estimator ([what each is](algorithms.md#advantage-estimators-algorithmadv_estimator)): gae, with a
+    critic, another, or a function of your own, file.py:name."""
     gamma: float = key(1.0, between(0, 1))
     """Discount of future rewards, per token."""
     lam: float = key(1.0, between(0, 1))
     """Trade between bias and variance in gae."""
     norm_adv_by_std_in_grpo: bool = True
     """grpo, grpo_passk, gdpo, gigpo: divide advantages by the group's standard deviation (false: Dr. GRPO)."""
-    gdpo_reward_keys: list[str] = key([], idle="adv_estimator is not gdpo")
+    gdpo_reward_keys: list[str] = key([])
     """gdpo: rewards that are normalised one by one. score is the response's reward; others as the reward function names
     them, such as acc."""
-    gdpo_reward_weights: list[float] = key([], idle="adv_estimator is not gdpo")
+    gdpo_reward_weights: list[float] = key([])
     """gdpo: weight of each of them. Empty: 1."""
     step_reward_gamma: float = key(0.95, between(0, 1))
     """gigpo, step_reinforce: discount of future rewards, per turn."""
@@ -76,7 +83,7 @@ class AlgorithmConfig(ConfigNode):
     """Weights of gigpo."""
     use_kl_in_reward: bool = False
     """Subtract a KL penalty against the reference from the token rewards."""
-    kl_penalty: str = key("kl", on_menu(KL_MENU, *KLKind), idle="use_kl_in_reward is false")
+    kl_penalty: str = key("kl", on_menu(KL_MENU, *KL_KINDS), idle="use_kl_in_reward is false")
     """Estimator of that penalty: kl (k1), abs, mse (k2), low_var_kl (k3), or full (exact, over the vocabulary); or a
     function of your own, file.py:name."""
     kl_ctrl: KLControlConfig = section(KLControlConfig, idle="use_kl_in_reward is false")
@@ -108,3 +115,8 @@ class AlgorithmConfig(ConfigNode):
     """Dynamic sampling."""
     rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)
     """Weights and rejections against the mismatch of trainer and rollout engine."""
+
+    @property
+    def estimator(self) -> Estimator:
+        """What adv_estimator reads and needs; of code of the user's own nothing is known."""
+        return ESTIMATORS.get(self.adv_estimator, Estimator(self.adv_estimator))

@@ -11,12 +11,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from verl_like.config.actor import ActorConfig
+from verl_like.config.actor import ActorConfig, OldLogProbs
 from verl_like.config.algorithm import AlgorithmConfig
 from verl_like.config.correction import RolloutCorrectionConfig, rejects
-from verl_like.config.enums import OPTIMAL_BASELINE_ESTIMATORS, OldLogProbs
 from verl_like.config.errors import raise_if_any
-from verl_like.config.loss_knobs import SELECTING_LOSSES
 from verl_like.config.micro_batches import MicroBatchRule
 from verl_like.config.placement import idle_placement, impossible_placement, pools_of
 from verl_like.config.pools import Pool
@@ -363,7 +361,7 @@ def _draw(problems: list[str], config: PPOConfig, num_train_prompts: int | None)
 
 def needs_sum_pi_squared(algorithm: AlgorithmConfig) -> bool:
     """The pass of old log-probs also gives each token's sum of squared probabilities."""
-    return algorithm.adv_estimator in OPTIMAL_BASELINE_ESTIMATORS
+    return algorithm.estimator.sum_pi_squared
 
 
 def two_policies(actor: ActorConfig, correction: RolloutCorrectionConfig) -> bool:
@@ -419,9 +417,9 @@ def _driver_needs(config: PPOConfig) -> str | None:
         return f"trainer.mode={config.trainer.mode}"
     if algorithm.use_kl_in_reward:
         return "algorithm.use_kl_in_reward=True"
-    loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
-    if loss in SELECTING_LOSSES:
-        return f"{_ACTOR}.policy_loss.loss_mode={loss}, which selects tokens by them before the update,"
+    loss = config.actor_rollout_ref.actor.policy_loss.loss
+    if loss.selects:
+        return f"{_ACTOR}.policy_loss.loss_mode={loss.name}, which selects tokens by them before the update,"
     if needs_sum_pi_squared(algorithm):
         return f"algorithm.adv_estimator={algorithm.adv_estimator}"
     if rejects(correction):  # rejected tokens leave the denominators, which are counted before any backward pass

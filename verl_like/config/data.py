@@ -1,15 +1,33 @@
 """`data.*`: which prompts, how they are tokenised and drawn."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from verl_like.config.base import ConfigNode, above, at_least, key, minus_one_or_positive, require, section, such_that
-from verl_like.config.enums import CHAT_TEMPLATES, SpelledTokens, Truncation
 
+CHAT_TEMPLATES = ("native", "none", "chatml", "qwen2_5", "llama3", "gemma", "r1_zero")
 _TEMPLATE = such_that(
     lambda name: name in CHAT_TEMPLATES or "/" in name or "." in name,
     f"choose one of {', '.join(CHAT_TEMPLATES)}, or give the path of a Jinja file",
 )
+
+
+class Truncation(StrEnum):
+    """Treatment of a prompt longer than data.max_prompt_length."""
+
+    error = "error"
+    left = "left"
+    right = "right"
+    middle = "middle"
+
+
+class SpelledTokens(StrEnum):
+    """Treatment of special tokens that somebody else's text spells out."""
+
+    text = "text"
+    keep = "keep"
+    error = "error"
 
 
 @dataclass(kw_only=True, slots=True)

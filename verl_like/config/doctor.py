@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from verl_like.config import doctor_losses, doctor_rollout
+from verl_like.config import doctor_rollout, rules_losses
 from verl_like.config.availability import not_available, without_effect
 from verl_like.config.doctor_async import impossible_async
 from verl_like.config.doctor_environments import ENV_IDLE, has_turns, impossible_environments
@@ -12,11 +12,10 @@ from verl_like.config.doctor_reward_model import REWARD_MODEL_IDLE, impossible_r
 from verl_like.config.doctor_rewards import REWARD_IDLE, impossible_rewards, risky_rewards
 from verl_like.config.doctor_sharding import SHARDING_IDLE, impossible_sharding
 from verl_like.config.engines import SERVERS
-from verl_like.config.enums import DISCOUNTING_ESTIMATORS, GROUP_ESTIMATORS, OPTIMAL_BASELINE_ESTIMATORS
 from verl_like.config.errors import raise_if_any
 from verl_like.config.placement import PLACEMENT_IDLE, impossible_placement, is_apart
 from verl_like.config.ppo import PPOConfig
-from verl_like.config.roles import ROLLOUT, needs_critic, needs_reference, other_estimator, roles_of
+from verl_like.config.roles import ROLLOUT, needs_critic, needs_reference, roles_of
 from verl_like.config.rollout import distortions
 from verl_like.config.schema import Idle, declared_idle, idle_while, keys
 
@@ -42,7 +41,7 @@ def impossible(config: PPOConfig) -> list[str]:
     """Combinations that cannot work: keys, values, fix."""
     return [
         *_roles(config),
-        *doctor_losses.impossible_losses(config.actor_rollout_ref.actor),
+        *rules_losses.impossible_losses(config.actor_rollout_ref.actor),
         *impossible_paths(config),
         *_lengths(config),
         *_tools(config),
@@ -55,7 +54,7 @@ def impossible(config: PPOConfig) -> list[str]:
         *impossible_placement(config),
         *impossible_async(config),
         *doctor_rollout.impossible_endpoint(config),
-        *doctor_losses.impossible_quantization(config),
+        *rules_losses.impossible_quantization(config),
         *doctor_rollout.impossible_sleep(config),
     ]
 
@@ -243,30 +242,14 @@ _OF_SERVERS = ("gpu_memory_utilization", "enforce_eager", "cudagraph_capture_siz
 _OF_SERVERS += ("enable_prefix_caching", "disable_log_stats")
 
 IDLE: tuple[Idle, ...] = (
-    *doctor_losses.CORRECTION_IDLE,
+    *rules_losses.CORRECTION_IDLE,
     Idle(
         (f"{_REF}.",),
         lambda c: not needs_reference(c),
         f"no KL term needs a reference ({_ACTOR}.use_kl_loss and algorithm.use_kl_in_reward are false)",
     ),
     Idle(("critic.",), _no_critic, "there is no critic (algorithm.adv_estimator is not gae)"),
-    Idle(
-        ("algorithm.gamma",),
-        lambda c: other_estimator(c, *DISCOUNTING_ESTIMATORS, *OPTIMAL_BASELINE_ESTIMATORS, "remax"),
-        "algorithm.adv_estimator gives all tokens of a response one advantage",
-    ),
-    Idle(
-        ("algorithm.gamma",),
-        lambda c: c.algorithm.adv_estimator in (*OPTIMAL_BASELINE_ESTIMATORS, "remax"),
-        "algorithm.adv_estimator takes undiscounted returns",
-    ),
-    Idle(("algorithm.lam",), lambda c: other_estimator(c, "gae"), "algorithm.adv_estimator is not gae"),
-    Idle(
-        ("algorithm.norm_adv_by_std_in_grpo",),
-        lambda c: other_estimator(c, "grpo", "grpo_passk", "gdpo", "gigpo"),
-        "algorithm.adv_estimator is not grpo, grpo_passk, gdpo or gigpo",
-    ),
-    *doctor_losses.LOSS_IDLE,
+    *rules_losses.LOSS_IDLE,
     Idle(
         (f"{_ACTOR}.optim.lr_warmup_steps_ratio",),
         lambda c: c.actor_rollout_ref.actor.optim.lr_warmup_steps >= 0,
@@ -395,17 +378,16 @@ def risky_training(config: PPOConfig) -> Iterator[str]:
     """Settings of training alone that work but are probably not meant."""
     actor = config.actor_rollout_ref.actor
     yield from _odd_budgets(config)
-    estimator = config.algorithm.adv_estimator
-    compares = (*GROUP_ESTIMATORS, *OPTIMAL_BASELINE_ESTIMATORS, "gdpo", "gigpo")
-    if estimator in compares and config.actor_rollout_ref.rollout.n == 1:
+    estimator = config.algorithm.estimator
+    if estimator.compares and config.actor_rollout_ref.rollout.n == 1:
         yield (
-            f"{_ROLLOUT}.n=1 with algorithm.adv_estimator={estimator}: a group of one has nothing to compare with; "
-            f"set {_ROLLOUT}.n to 2 or more"
+            f"{_ROLLOUT}.n=1 with algorithm.adv_estimator={estimator.name}: a group of one has nothing to compare "
+            f"with; set {_ROLLOUT}.n to 2 or more"
         )
     rollout = config.actor_rollout_ref.rollout
-    yield from doctor_losses.risky_correction(config)
-    yield from doctor_losses.risky_baseline(config)
-    if doctor_losses.two_policies(config) and distortions(rollout):
+    yield from rules_losses.risky_correction(config)
+    yield from rules_losses.risky_baseline(config)
+    if rules_losses.two_policies(config) and distortions(rollout):
         cause, fix = f"{_ACTOR}.old_log_probs=rollout", f"set {_ACTOR}.old_log_probs=recompute"
         if config.algorithm.rollout_correction.bypass_mode:
             cause, fix = "algorithm.rollout_correction.bypass_mode=True", "leave bypass_mode and old_log_probs out"
@@ -414,9 +396,9 @@ def risky_training(config: PPOConfig) -> Iterator[str]:
             "changed distribution, the trainer's of the model's own: ratios are not 1 before the first update; leave "
             f"them at their defaults, or {fix}"
         )
-    yield from doctor_losses.two_decays(config)
-    yield from doctor_losses.uncorrected_updates(config)
-    yield from doctor_losses.aimless_kl(config)
+    yield from rules_losses.two_decays(config)
+    yield from rules_losses.uncorrected_updates(config)
+    yield from rules_losses.aimless_kl(config)
     yield from risky_rewards(config)
     if (config.trainer.save_freq or -1) > 0 and "model" not in actor.checkpoint.save_contents:
         yield (

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from verl_like.config.engines import SERVERS
-from verl_like.config.enums import REWARD_MANAGERS
 from verl_like.config.placement import is_apart
 from verl_like.config.ppo import PPOConfig
+from verl_like.config.reward import REWARD_MANAGERS
 from verl_like.config.roles import REWARD, classifies, generates
 from verl_like.config.schema import Idle, idle_while
 

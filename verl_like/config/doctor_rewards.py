@@ -4,10 +4,10 @@ import math
 from collections.abc import Iterator
 
 from verl_like.config.doctor_environments import has_turns
-from verl_like.config.enums import REWARD_MANAGERS, STEP_ESTIMATORS, WHITENING_ESTIMATORS
 from verl_like.config.ppo import PPOConfig
+from verl_like.config.reward import REWARD_MANAGERS
 from verl_like.config.reward_execution import JudgeConfig
-from verl_like.config.roles import generates, other_estimator
+from verl_like.config.roles import generates
 from verl_like.config.rollout import runs_agent_loops
 from verl_like.config.schema import Idle, idle_while
 
@@ -150,7 +150,7 @@ def scored_together(config: PPOConfig) -> str:
 def _estimators(config: PPOConfig) -> Iterator[str]:
     algorithm = config.algorithm
     estimator, keys, weights = algorithm.adv_estimator, algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
-    if estimator in STEP_ESTIMATORS and not has_turns(config):
+    if algorithm.estimator.turns and not has_turns(config):
         yield (
             f"algorithm.adv_estimator={estimator} needs the turns of multi-turn rollout, but {_ROLLOUT}.multi_turn."
             "enable=False: responses have one turn; use grpo or reinforce"
@@ -236,12 +236,6 @@ REWARD_IDLE: tuple[Idle, ...] = (
         "algorithm.gdpo_reward_keys leaves out score, which it changes",
     ),
     Idle(
-        ("algorithm.step_reward_gamma",),
-        lambda c: other_estimator(c, *STEP_ESTIMATORS),
-        "algorithm.adv_estimator is not gigpo or step_reinforce",
-    ),
-    Idle(("algorithm.gigpo.",), lambda c: other_estimator(c, "gigpo"), "algorithm.adv_estimator is not gigpo"),
-    Idle(
         ("reward_model.reward_kwargs",),
         lambda c: c.reward_model.reward_manager in REWARD_MANAGERS,
         "reward_model.reward_manager is built in: only a class of your own takes arguments",
@@ -254,11 +248,6 @@ REWARD_IDLE: tuple[Idle, ...] = (
     Idle(("algorithm.reward_clip",), lambda c: not c.algorithm.reward_clip, "0 means off"),
     Idle(("algorithm.token_reward_clip",), lambda c: not c.algorithm.token_reward_clip, "0 means off"),
     Idle(("algorithm.advantage_clip",), lambda c: not c.algorithm.advantage_clip, "0 means off"),
-    Idle(
-        ("algorithm.whiten_advantages",),
-        lambda c: c.algorithm.adv_estimator in WHITENING_ESTIMATORS,
-        "algorithm.adv_estimator whitens its advantages anyway",
-    ),
     idle_while(
         "algorithm.filter_groups.enable",
         "false",

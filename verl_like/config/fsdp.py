@@ -1,9 +1,18 @@
 """`*.fsdp_config.*`: sharding, offload and precision."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from verl_like.config.base import ConfigNode, at_least, key, minus_one_or_positive, one_of, section
-from verl_like.config.enums import DTYPES
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+class Strategy(StrEnum):
+    """Framework that shards a model for training."""
+
+    fsdp2 = "fsdp2"
+    megatron = "megatron"
 
 
 @dataclass(kw_only=True, slots=True)

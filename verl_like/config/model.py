@@ -1,11 +1,34 @@
 """`actor_rollout_ref.model.*` and `critic.model.*`: the network."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from verl_like.config.base import ConfigNode, above, at_least, check_pattern, key, require, section
-from verl_like.config.enums import Experts, FusedBackend, Recompute
 from verl_like.config.fsdp import FSDPConfig
+
+
+class Recompute(StrEnum):
+    """Activations that gradient checkpointing computes again: all of a layer's, or all but its matrix products."""
+
+    full = "full"
+    selective = "selective"
+
+
+class Experts(StrEnum):
+    """Computation of a mixture's experts in transformers: its own choice, one by one, or in grouped products."""
+
+    auto = "auto"
+    eager = "eager"
+    grouped_mm = "grouped_mm"
+    batched_mm = "batched_mm"
+
+
+class FusedBackend(StrEnum):
+    """Implementation of the fused log-prob and entropy function."""
+
+    torch = "torch"
+    triton = "triton"
 
 
 @dataclass(kw_only=True, slots=True)

@@ -2,9 +2,24 @@
 however many optimizer steps each one makes."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from verl_like.config.base import ConfigNode, above, at_least, between, key, minus_one_or_positive, such_that
-from verl_like.config.enums import OptimizerName, WarmupStyle
+
+
+class OptimizerName(StrEnum):
+    """AdamW with float32 states (in the precision of the weights), bfloat16 states, or 8-bit states."""
+
+    adamw = "adamw"
+    adamw_bf16 = "adamw_bf16"
+    adamw_8bit = "adamw_8bit"
+
+
+class WarmupStyle(StrEnum):
+    """Learning-rate schedule after the linear warm-up."""
+
+    constant = "constant"
+    cosine = "cosine"
 
 
 @dataclass(kw_only=True, slots=True)

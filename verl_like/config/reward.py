@@ -5,13 +5,14 @@ from typing import Any
 
 from verl_like.config.actor import not_both
 from verl_like.config.base import ConfigNode, above, at_least, between, key, one_of, reference, section, such_that
-from verl_like.config.enums import REWARD_MANAGERS, Strategy
-from verl_like.config.fsdp import FSDPConfig
+from verl_like.config.fsdp import FSDPConfig, Strategy
 from verl_like.config.profiler import ProfilerConfig
 from verl_like.config.reward_execution import JudgeConfig, SandboxConfig, SandboxFusionConfig
 from verl_like.config.reward_rollout import RewardRolloutConfig
 from verl_like.config.shaping import LengthRewardConfig, OverlongBufferConfig
 from verl_like.user_code import FORMS, is_reference
+
+REWARD_MANAGERS = ("naive", "batch", "prime", "dapo")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -468,7 +468,7 @@ def answering(config: PPOConfig, inputs: Inputs, *, validation: bool) -> Answeri
         purpose="val" if validation else "train",
         n_redundant=0 if validation else rollout.n_redundant,
         spread=rollout.scheduler.expand_n,
-        greedy_too=config.algorithm.adv_estimator == "remax" and not validation,
+        greedy_too=config.algorithm.estimator.greedy and not validation,
         grade_at_end=rollout.scheduler.mode == "batch",
         priority=-1 if validation and config.asynchronous else 0,  # training goes on meanwhile, and can wait
         policies=Policies.from_config(rollout.outcomes, max_failure_fraction=config.reward_model.max_failure_fraction),

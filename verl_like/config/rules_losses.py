@@ -1,15 +1,14 @@
-"""The doctor's checks of the policy's update: which loss reads which knob, terms that cannot work together, and what
-corrects for the sampler (algorithm.rollout_correction)."""
+"""The doctor's checks of the policy's update: keys that the chosen estimator or loss does not read, terms that cannot
+work together, and what corrects for the sampler (algorithm.rollout_correction)."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from verl_like.config import batch_plan
 from verl_like.config.actor import ActorConfig
 from verl_like.config.batch_plan import takes_own_log_probs
 from verl_like.config.correction import corrects
 from verl_like.config.engines import ENGINES
-from verl_like.config.enums import LOSS_MODES
-from verl_like.config.loss_knobs import FIXED_AGGREGATION, IDLE_AT_RATIO_ONE, READ_BY, UNBIASED_KL_KINDS
+from verl_like.config.menus import ESTIMATORS, KL_KINDS, LOSSES, Choice, Loss, readers
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.roles import needs_critic
 from verl_like.config.rollout import distortions
@@ -90,28 +89,30 @@ def risky_correction(config: PPOConfig) -> Iterator[str]:
 def risky_baseline(config: PPOConfig) -> Iterator[str]:
     """remax compares rewards with that of the greedy response, which enters no statistic of the batch."""
     algorithm, rollout = config.algorithm, config.actor_rollout_ref.rollout
-    if algorithm.adv_estimator != "remax":
+    if not algorithm.estimator.greedy:
         return
+    key = f"algorithm.adv_estimator={algorithm.adv_estimator}"
     norm, agent = algorithm.reward_norm, algorithm.agent_reward_norm
     by_statistic = (norm.mean, norm.std, norm.kind) != (None, None, None) or agent.method != "identity"
     if algorithm.reward_scaling.enable or by_statistic:
         yield (
-            "algorithm.adv_estimator=remax with normalised rewards: the greedy response's reward is not normalised, so "
+            f"{key} with normalised rewards: the greedy response's reward is not normalised, so "
             "it is a poor baseline; leave reward_norm, reward_scaling and agent_reward_norm out"
         )
     if not rollout.do_sample:
         yield (
-            f"algorithm.adv_estimator=remax with {_ROLLOUT}.do_sample=False: the response is the greedy one, and every "
+            f"{key} with {_ROLLOUT}.do_sample=False: the response is the greedy one, and every "
             f"advantage 0; set {_ROLLOUT}.do_sample=true"
         )
 
 
 def impossible_losses(actor: ActorConfig) -> Iterator[str]:
     """Combinations that cannot work: keys, values, fix."""
-    if actor.use_kl_loss and actor.use_unbiased_kl and actor.kl_loss_type not in UNBIASED_KL_KINDS:
+    unbiased = [name for name, kind in KL_KINDS.items() if kind.unbiased]
+    if actor.use_kl_loss and actor.use_unbiased_kl and actor.kl_loss_type not in unbiased:
         yield (
             f"{_ACTOR}.use_unbiased_kl=True with {_ACTOR}.kl_loss_type={actor.kl_loss_type}: a ratio corrects an "
-            f"estimate that is unbiased on the policy's own samples; use one of {', '.join(UNBIASED_KL_KINDS)}"
+            f"estimate that is unbiased on the policy's own samples; use one of {', '.join(unbiased)}"
         )
     if actor.rl_loss_coef == 0 and actor.sft_loss_coef == 0 and actor.entropy_coeff == 0:
         yield (
@@ -137,11 +138,12 @@ def uncorrected_updates(config: PPOConfig) -> list[str]:
     actor, batch = config.actor_rollout_ref.actor, config.data.train_batch_size
     several = actor.ppo_epochs > 1 or actor.ppo_mini_batch_size < batch
     weighted = is_reinforce(config) and config.algorithm.rollout_correction.rollout_is is not None
-    if _loss(config) not in ("policy_gradient", "gpg") or not several or weighted:
+    loss = _loss(config)
+    if not loss.without_ratio or not several or weighted:
         return []
     return [
         f"{_ACTOR}.ppo_mini_batch_size={actor.ppo_mini_batch_size}, ppo_epochs={actor.ppo_epochs} with a policy loss "
-        f"without a ratio ({_loss(config)}): updates after the first are off-policy, and nothing corrects or bounds "
+        f"without a ratio ({loss.name}): updates after the first are off-policy, and nothing corrects or bounds "
         f"them; set {_ACTOR}.ppo_mini_batch_size={batch} and ppo_epochs=1, or another policy_loss.loss_mode"
     ]
 
@@ -149,7 +151,8 @@ def uncorrected_updates(config: PPOConfig) -> list[str]:
 def aimless_kl(config: PPOConfig) -> list[str]:
     """k1 as a loss: the gradient of d = log_prob - ref is that of log_prob, whose mean over samples is 0."""
     actor = config.actor_rollout_ref.actor
-    if not actor.use_kl_loss or actor.use_unbiased_kl or actor.kl_loss_type not in ("kl", "k1"):
+    kind = KL_KINDS.get(actor.kl_loss_type)
+    if not actor.use_kl_loss or actor.use_unbiased_kl or kind is None or not kind.aimless:
         return []
     return [
         f"{_ACTOR}.kl_loss_type={actor.kl_loss_type} as a loss has a gradient of mean 0: it pulls nowhere; "
@@ -161,14 +164,20 @@ def _actor(config: PPOConfig) -> ActorConfig:
     return config.actor_rollout_ref.actor
 
 
-def _loss(config: PPOConfig) -> str:
-    return "policy_gradient" if is_reinforce(config) else _actor(config).policy_loss.loss_mode
+def _loss(config: PPOConfig) -> Loss:
+    return LOSSES["policy_gradient"] if is_reinforce(config) else _actor(config).policy_loss.loss
 
 
-def _read_by(key: str, losses: tuple[str, ...]) -> Idle:
-    """A knob that only some losses read."""
-    why = f"{_ACTOR}.policy_loss.loss_mode does not read it (read by {', '.join(losses)})"
-    return Idle((f"{_ACTOR}.{key}",), lambda c: _loss(c) in LOSS_MODES and _loss(c) not in losses, why)
+def _unread(
+    menu: Mapping[str, Choice], section: str, key: str, chosen: Callable[[PPOConfig], Choice]
+) -> Iterator[Idle]:
+    """Rows of the keys that only some choices of a menu read."""
+
+    def idle(knob: str, names: tuple[str, ...]) -> Idle:
+        why = f"{key} does not read it (read by {', '.join(names)})"
+        return Idle((f"{section}.{knob}",), lambda c: (row := chosen(c)).name in menu and row.name not in names, why)
+
+    return (idle(knob, names) for knob, names in readers(menu).items())
 
 
 def _at_ratio_one(key: str) -> Idle:
@@ -177,7 +186,7 @@ def _at_ratio_one(key: str) -> Idle:
         "with one update per rollout batch the old log-probs are the update's own: all ratios are 1 "
         f"(smaller {_ACTOR}.ppo_mini_batch_size, more ppo_epochs, or old_log_probs=recompute change that)"
     )
-    return Idle((f"{_ACTOR}.{key}",), lambda c: takes_own_log_probs(c) and _loss(c) in READ_BY[key], why)
+    return Idle((f"{_ACTOR}.{key}",), lambda c: takes_own_log_probs(c) and key in _loss(c).of_ratio, why)
 
 
 def _has_side_terms(actor: ActorConfig) -> bool:
@@ -185,18 +194,22 @@ def _has_side_terms(actor: ActorConfig) -> bool:
 
 
 LOSS_IDLE: tuple[Idle, ...] = (
-    *(_read_by(key, losses) for key, losses in READ_BY.items()),
-    *(_at_ratio_one(key) for key in IDLE_AT_RATIO_ONE),
+    *_unread(ESTIMATORS, "algorithm", "algorithm.adv_estimator", lambda c: c.algorithm.estimator),
+    Idle(
+        ("algorithm.whiten_advantages",),
+        lambda c: c.algorithm.estimator.whitens,
+        "algorithm.adv_estimator whitens its advantages anyway",
+    ),
+    *_unread(LOSSES, _ACTOR, f"{_ACTOR}.policy_loss.loss_mode", _loss),
+    *(_at_ratio_one(key) for key in dict.fromkeys(key for loss in LOSSES.values() for key in loss.of_ratio)),
     Idle(
         (f"{_ACTOR}.clip_ratio",),
-        lambda c: (
-            _loss(c) in READ_BY["clip_ratio"] and None not in (_actor(c).clip_ratio_low, _actor(c).clip_ratio_high)
-        ),
+        lambda c: "clip_ratio" in _loss(c).reads and None not in (_actor(c).clip_ratio_low, _actor(c).clip_ratio_high),
         "clip_ratio_low and clip_ratio_high are both set",
     ),
     Idle(
         (f"{_ACTOR}.loss_agg_mode",),
-        lambda c: _loss(c) in FIXED_AGGREGATION and not _has_side_terms(_actor(c)),
+        lambda c: _loss(c).aggregation is not None and not _has_side_terms(_actor(c)),
         f"{_ACTOR}.policy_loss.loss_mode prescribes its aggregation, and there is no entropy, KL or sft term",
     ),
     Idle(
