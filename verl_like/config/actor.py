@@ -74,8 +74,8 @@ class PolicyLossConfig(ConfigNode):
     """`actor.policy_loss.*`."""
 
     loss_mode: str = key("vanilla", on_menu("actor_rollout_ref.actor.policy_loss.loss_mode", *LOSSES))
-    """Policy loss ([what each is](algorithms.md#policy-losses-actorpolicy_lossloss_mode)): vanilla, PPO's clipped one,
-    another, or a function of your own, file.py:name."""
+    """Policy loss ([formulas](algorithms.md#policy-losses-actorpolicy_lossloss_mode)); vanilla is PPO's clipped one. Or
+    a function of your own, file.py:name."""
     clip_cov_ratio: float = key(0.0002, between(0, 1), unit="share of tokens")
     """clip_cov: tokens of a mini-batch whose gradient is detached, at least one; 0: none."""
     clip_cov_lb: float = 1.0
@@ -108,7 +108,7 @@ class PolicyLossConfig(ConfigNode):
     @property
     def loss(self) -> Loss:
         """What loss_mode reads and needs; of code of the user's own nothing is known."""
-        return LOSSES.get(self.loss_mode, Loss(self.loss_mode))
+        return LOSSES.get(self.loss_mode) or Loss(name=self.loss_mode)
 
 
 @dataclass(kw_only=True, slots=True)

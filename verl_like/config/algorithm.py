@@ -64,8 +64,8 @@ class AlgorithmConfig(ConfigNode):
     """`algorithm.*`."""
 
     adv_estimator: str = key("gae", on_menu("algorithm.adv_estimator", *ESTIMATORS))
-    """Advantage estimator ([what each is](algorithms.md#advantage-estimators-algorithmadv_estimator)): gae, with a
-    critic, another, or a function of your own, file.py:name."""
+    """Advantage estimator ([formulas](algorithms.md#advantage-estimators-algorithmadv_estimator)); gae has a critic. Or
+    a function of your own, file.py:name."""
     gamma: float = key(1.0, between(0, 1))
     """Discount of future rewards, per token."""
     lam: float = key(1.0, between(0, 1))
@@ -119,4 +119,4 @@ class AlgorithmConfig(ConfigNode):
     @property
     def estimator(self) -> Estimator:
         """What adv_estimator reads and needs; of code of the user's own nothing is known."""
-        return ESTIMATORS.get(self.adv_estimator, Estimator(self.adv_estimator))
+        return ESTIMATORS.get(self.adv_estimator) or Estimator(name=self.adv_estimator)

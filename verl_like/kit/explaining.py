@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,19 @@ from verl_like.config.availability import NO_EFFECT, newer_than_here, without_ef
 from verl_like.config.doctor import IDLE, covers, idle
 from verl_like.config.errors import ConfigError
 from verl_like.config.foreign_names import foreign_names_of
+from verl_like.config.menus import ESTIMATORS, KL_KINDS, LOSSES, Choice
 from verl_like.config.schema import Key, find_key, get_value, keys, sections, suggest
 from verl_like.kit.docs.readers import readers
 from verl_like.observe.redaction import redacted_tree
 from verl_like.trainer.compose import compose_tree, followers_of, to_config
 
 Rows = list[tuple[str, str]]
+_MENUS: dict[str, Mapping[str, Choice]] = {
+    "algorithm.adv_estimator": ESTIMATORS,
+    "algorithm.kl_penalty": KL_KINDS,
+    "actor_rollout_ref.actor.kl_loss_type": KL_KINDS,
+    "actor_rollout_ref.actor.policy_loss.loss_mode": LOSSES,
+}
 
 
 def explain(name: str, overrides: Sequence[str] = (), yaml_files: Sequence[Path] = ()) -> Rows:
@@ -44,6 +51,7 @@ def explain(name: str, overrides: Sequence[str] = (), yaml_files: Sequence[Path]
     rows += [("type", _type_of(key)), *([("range", key.range)] if key.range else []), ("default", shown(key.default))]
     here = shown(redacted_tree(get_value(config, key.path), key.path))
     rows += [("here", f"{here} ({'set' if is_set else 'not set'})")]
+    rows += [(here, choice.cells[0])] if (choice := _MENUS.get(key.path, {}).get(here)) else []
     rows += [("effect here", _effect(key, config, followers))]
     rows += [("no effect if", row.why) for row in IDLE if covers(row, key.path)]
     rows += [("follow it", ", ".join(followers[key.path]))] if key.path in followers else []

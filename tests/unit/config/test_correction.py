@@ -163,7 +163,7 @@ def test_which_old_log_probs_a_correction_needs() -> None:
         ([f"{S}.preset=decoupled_token_is", f"{R}.top_p=0.9"], "every weight is below 1"),
         (["algorithm.adv_estimator=remax", "algorithm.reward_norm.mean=group"], "remax with normalised rewards"),
         (["algorithm.adv_estimator=remax", f"{R}.n=1", f"{R}.do_sample=false"], "every advantage 0"),
-        (["algorithm.adv_estimator=remax", "algorithm.gamma=0.9"], "takes undiscounted returns"),
+        (["algorithm.adv_estimator=remax", "algorithm.gamma=0.9"], "(read by gae, reinforce, reinforce_plus_plus)"),
         (["algorithm.adv_estimator=optimal_token_baseline", f"{R}.n=1"], "a group of one has nothing to compare with"),
     ],
 )

@@ -13,6 +13,7 @@ from verl_like.config.aliases import DEPRECATED, Change
 from verl_like.config.availability import NO_EFFECT, NOT_YET
 from verl_like.config.outcomes import GRADED, LOST
 from verl_like.config.schema import Key, get_value, keys
+from verl_like.kit.docs.configuration import with_tables
 from verl_like.kit.docs.readers import PACKAGE, _attribute_types, _Nodes, _Scope, _scopes, readers
 from verl_like.trainer.compose import _apply, _base, to_config
 
@@ -194,3 +195,11 @@ def test_the_documentation_page_is_current():
     missing = [path for path, key in keys().items() if key.doc.replace("|", "\\|") not in text]
     assert missing == [], "run python -m verl_like.kit.docs.configuration"
     assert "**nobody**" not in text
+
+
+def test_the_tables_of_the_algorithms_are_current():
+    page = (PACKAGE.parent / "docs" / "algorithms.md").read_text()
+    assert with_tables(page) == page, "run python -m verl_like.kit.docs.configuration"
+    with pytest.raises(ValueError, match="lacks <!-- begin table kl"):
+        with_tables(page.replace("begin table kl", "table kl"))
+    assert with_tables(page.replace("| `rloo` | s_i - mean", "| `rloo` | s_i + mean")) == page

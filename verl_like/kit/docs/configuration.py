@@ -1,19 +1,24 @@
-"""Generates docs/configuration.md and docs/coming_from_*.md: `python -m verl_like.kit.docs.configuration [--check]`.
+"""Generates docs/configuration.md, docs/coming_from_*.md and the tables of docs/algorithms.md:
+`python -m verl_like.kit.docs.configuration [--check]`.
 
 Of the first, the keys that matter most, then one table per section: whole key (so that grep finds it), meaning, unit,
 range, default, which modules read it. All but the last come from the keys' declarations, readers from a scan of the
-source, so the page cannot drift; a test runs --check.
+source, so the page cannot drift. The tables of algorithms.md are the rows of config/menus.txt, between markers.
 """
 
 from __future__ import annotations
 
+import itertools
+import re
 import sys
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_like.config.availability import NO_EFFECT, NOT_YET
+from verl_like.config.menus import AGGREGATIONS, ESTIMATORS, KL_KINDS, LOSSES, Choice
 from verl_like.config.schema import Key, keys
 from verl_like.kit.coming_from.pages import pages
 from verl_like.kit.docs.readers import PACKAGE, readers
@@ -33,6 +38,15 @@ ESSENTIAL = (
     "trainer.n_gpus_per_node", "trainer.nnodes", "trainer.total_epochs", "trainer.test_freq",
     "trainer.default_local_dir",
 )  # fmt: skip
+
+# Name of a table in docs/algorithms.md -> its menu, and what heads the cells of a row and of the keys that it reads.
+_ADVICE = ("Source", "When to use", "Watch")
+TABLES: dict[str, tuple[Mapping[str, Choice], tuple[str, ...], str]] = {
+    "adv_estimator": (ESTIMATORS, ("Advantage of token t in row i", *_ADVICE), "Keys below `algorithm`"),
+    "kl": (KL_KINDS, ("Value", "As reward penalty", "As loss"), ""),
+    "loss_mode": (LOSSES, ("Loss of a token", *_ADVICE), "Keys below `actor`"),
+    "loss_agg_mode": (AGGREGATIONS, ("Formula", *_ADVICE[:2]), ""),
+}
 
 _HEAD = """# Configuration
 
@@ -106,8 +120,34 @@ def _default(key: Key, tree: DictConfig) -> str:
     return text.replace("\n", "\\n")  # a row of a table is one line
 
 
+def with_tables(text: str) -> str:
+    """docs/algorithms.md with its tables as the rows say. Raises ValueError where it lacks the markers of one."""
+    for name, table in TABLES.items():
+        begin, end = (f"<!-- {word} table {name} (make docs) -->" for word in ("begin", "end"))
+        before, found, rest = text.partition(begin)
+        _, closed, after = rest.partition(end)
+        if not (found and closed):
+            raise ValueError(f"docs/algorithms.md lacks {begin} ... {end}")
+        text = "\n".join([f"{before}{begin}\n", *_table(*table), f"\n{end}{after}"])
+    return text
+
+
+def _table(menu: Mapping[str, Choice], heads: tuple[str, ...], keys_head: str) -> list[str]:
+    """Lines of a table; names of one row of the menu share a line."""
+    heads = ("Name", *heads, *([keys_head] if keys_head else []))
+    lines = [_line(list(heads)), "|" + "---|" * len(heads)]
+    for cells, rows in itertools.groupby(menu.values(), key=lambda row: row.cells):
+        alike = list(rows)
+        read = ", ".join(f"`{re.sub(r'[.]$', '.*', key)}`" for key in alike[0].reads)
+        names = ", ".join(f"`{row.name}`" for row in alike)
+        lines.append(_line([names, *cells, *([read] if keys_head else [])]))
+    return lines
+
+
 def main(argv: list[str]) -> int:
-    texts = {PAGE.parent / name: text for name, text in {PAGE.name: page(), **pages()}.items()}
+    own = PAGE.with_name("algorithms.md")
+    generated = {PAGE.name: page(), **pages(), own.name: with_tables(own.read_text())}
+    texts = {PAGE.parent / name: text for name, text in generated.items()}
     old = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
     for path in old:
         if "--check" in argv:
