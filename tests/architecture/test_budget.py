@@ -14,9 +14,9 @@ import pytest
 
 from tests.architecture.source import Source, package_sources, parse
 
-MOST_LINES = {"core": 32_612, "plugins": 12_082, "kit": 9_328}  # of code, by ring
+MOST_LINES = {"core": 32_547, "plugins": 12_082, "kit": 9_367}  # of code, by ring
 MOST_SMALL_FILES = {
-    "core": 35,
+    "core": 33,
     "plugins": 35,
     "kit": 17,
 }  # with fewer than SMALL lines of any kind, __init__.py left out
