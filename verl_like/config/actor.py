@@ -107,7 +107,7 @@ class PolicyLossConfig(ConfigNode):
 
     @property
     def loss(self) -> Loss:
-        """What loss_mode reads and needs; of code of the user's own nothing is known."""
+        """Row of loss_mode: what it reads and needs; of code of the user's own nothing is known."""
         return LOSSES.get(self.loss_mode) or Loss(name=self.loss_mode)
 
 

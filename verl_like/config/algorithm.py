@@ -118,5 +118,5 @@ class AlgorithmConfig(ConfigNode):
 
     @property
     def estimator(self) -> Estimator:
-        """What adv_estimator reads and needs; of code of the user's own nothing is known."""
+        """Row of adv_estimator: what it reads and needs; of code of the user's own nothing is known."""
         return ESTIMATORS.get(self.adv_estimator) or Estimator(name=self.adv_estimator)

@@ -1,4 +1,4 @@
-"""What a key can choose among the algorithms, a row each: estimators, policy losses, KL kinds, aggregations.
+"""Menus of the algorithms that a key can choose, a row each: estimators, policy losses, KL kinds, aggregations.
 
 A row (menus.txt) owns its name, the keys it reads, what it needs of the run, its source, the place of its code and its
 line in docs/algorithms.md. Ranges, suggestions, warnings, the roles of a run, look-ups and the tables of the page

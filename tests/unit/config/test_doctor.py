@@ -126,7 +126,10 @@ def test_all_problems_in_one_error():
         (["algorithm.kl_ctrl.kl_coef=0.1"], "algorithm.use_kl_in_reward is false"),
         (["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.target_kl=0.5"], "algorithm.kl_ctrl.type is fixed"),
         (["algorithm=grpo", f"{R}.n=2", "algorithm.lam=0.9"], "algorithm.adv_estimator does not read it (read by gae)"),
-        (["algorithm.adv_estimator=rloo", f"{R}.n=2", "algorithm.gamma=0.9"], "does not read it (read by gae, reinforce, reinforce_plus_plus)"),
+        (
+            ["algorithm.adv_estimator=rloo", f"{R}.n=2", "algorithm.gamma=0.9"],
+            "(read by gae, reinforce, reinforce_plus_plus)",
+        ),
         (["algorithm.adv_estimator=opo"], f"{R}.n=1 with algorithm.adv_estimator=opo"),
         ([f"{A}.tau_pos=2"], "does not read it (read by sapo)"),
         ([f"{A}.policy_loss.dro_beta=2"], "does not read it (read by dro)"),
