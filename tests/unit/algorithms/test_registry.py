@@ -34,6 +34,8 @@ def test_a_name_is_taken_once() -> None:
     menu.register("one")(1)
     with pytest.raises(ValueError, match="registered twice"):
         menu.register("one")(2)
+    with pytest.raises(ValueError, match=r"algorithm.adv_estimator: the name 'grpo' is registered twice"):
+        ADVANTAGES.register("grpo")(lambda inputs, algorithm: inputs)  # it has a row
 
 
 MENUS = [ADVANTAGES, POLICY_LOSSES, AGGREGATIONS, KL_ESTIMATORS]
