@@ -100,16 +100,21 @@ def _left_out(change: Change) -> str | None:
     while key is not None:
         spelling, key = key, None
         for row, match in rows_of(VERL, spelling, change.value):
-            if row.kind == NOTHING and (change.value in row.values if row.values else not row.kept):
-                known = find_key(renamed(spelling)) if row.kept and change.value is None else None
-                if not row.kept or change.value is not None or (known is not None and not known.may_be_null):
-                    return row.note or f"{change.value} is what is done anyway"
-            elif row.kind == MISSING and not row.values:
+            if row.kind == NOTHING and _says_nothing(row, spelling, change.value):
+                return row.note or f"{change.value} is what is done anyway"
+            if row.kind == MISSING and not row.values:
                 return _off(row, match, change.value)
-            elif row.renames:
+            if row.renames:
                 key = match.expand(row.keys[0])
                 break
     return None
+
+
+def _says_nothing(row: Row, key: str, value: Any) -> bool:
+    if row.kept and value is None:
+        known = find_key(renamed(key))
+        return None in row.values and known is not None and not known.may_be_null
+    return value in row.values if row.values else not row.kept
 
 
 def _off(row: Row, match: re.Match[str], value: Any) -> str | None:
@@ -204,11 +209,14 @@ def without_effect(set_keys: frozenset[str]) -> list[str]:
 
 def not_available(config: PPOConfig) -> list[str]:
     """One line for every switch that is on without its feature being built; followers of a listed key are left out."""
-    values = {key: get_value(config, key) for key in not_yet()}
-    on = {k: v for k, v in values.items() if v in (wanted := not_yet()[k].values) or (v and wanted == ("*",))}
+    on = {key: value for key, row in not_yet().items() if _asks_for_it(row, value := get_value(config, key))}
     return [
         f"{key}={value}: not available yet; {not_yet()[key].note}" for key, value in on.items() if not _follows(key, on)
     ]
+
+
+def _asks_for_it(row: Row, value: Any) -> bool:
+    return bool(value) if row.values == ("*",) else value in row.values
 
 
 def _follows(key: str, on: Mapping[str, Any]) -> bool:
