@@ -1,7 +1,7 @@
 """Names and values of other programs, verl's old and newer ones included, as tables of one form: names/*.txt.
 
 A row is `names | keys | rule | default | note`; `# ` starts a section of the docs page. Of several rows that speak of a
-setting the first counts.
+setting the first counts; of verl's rows without keys, about values, all do.
 
 - names: as there, several apart by blanks: (a|b) alternatives, * one part or some of its letters, ** the rest.
   `NAME=value` speaks of that value alone, a row of verl's with `-` of all below its names too.
