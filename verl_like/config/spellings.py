@@ -172,8 +172,12 @@ def rest_of(key: str) -> tuple[Any, ...]:
 
 def says_nothing(key: str) -> str | None:
     """Reason why a key of verl's is left out whatever its value; None for others."""
-    rows = (row for name in (key, renamed(key)) for row, _ in rows_of(VERL, name))
-    return next((row.note for row in rows if row.kind == NOTHING and not row.values and not row.kept), None)
+    for row, match in rows_of(VERL, key):
+        if row.kind == NOTHING and not row.values and not row.kept:
+            return row.note
+        if row.renames:
+            return says_nothing(match.expand(row.keys[0]))
+    return None
 
 
 def newer_than_here(path: str) -> str | None:

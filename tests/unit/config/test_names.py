@@ -25,7 +25,7 @@ from verl_like.config.names import (
     value_of,
 )
 from verl_like.config.schema import find_key, keys, sections, suggest
-from verl_like.config.spellings import CONVERSIONS, Change, canonical, renamed
+from verl_like.config.spellings import CONVERSIONS, Change, canonical, renamed, says_nothing
 from verl_like.kit.coming_from.colossal import ColossalRun
 from verl_like.kit.coming_from.roll import RollFile
 
@@ -212,6 +212,9 @@ def test_names_are_followed_until_they_are_ours() -> None:
     profiler = "actor_rollout_ref.actor.profiler"
     assert renamed("actor_rollout_ref.profiler.tool_config.nsys.discrete") == f"{profiler}.discrete"
     assert renamed("critic.fsdp.tp") == "critic.model.fsdp_config.tensor_parallel_size"
+    assert says_nothing(f"{profiler}.tool_config.nsys.discrete") is None
+    assert "trainer.profile_tool" in (says_nothing(f"{profiler}.tool_config.nsys.level") or "")
+    assert says_nothing("critic.fsdp.seed") == "trainer.seed seeds all that is drawn"
     router = "actor_rollout_ref.actor.router_replay.mode"
     told = [canonical([Change(router, value)])[1] for value in ("disabled", None, "R2")]
     off = f"{router} has no effect: it is off, and not available yet (router replay of mixture-of-experts models)"
