@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from verl_like.config import doctor_rollout, rules_losses
-from verl_like.config.availability import not_available, without_effect
 from verl_like.config.doctor_async import impossible_async
 from verl_like.config.doctor_environments import ENV_IDLE, has_turns, impossible_environments
 from verl_like.config.doctor_paths import impossible_paths
@@ -18,6 +17,7 @@ from verl_like.config.ppo import PPOConfig
 from verl_like.config.roles import ROLLOUT, needs_critic, needs_reference, roles_of
 from verl_like.config.rollout import distortions
 from verl_like.config.schema import Idle, declared_idle, idle_while, keys
+from verl_like.config.spellings import not_available, without_effect
 
 _ACTOR = "actor_rollout_ref.actor"
 _REF = "actor_rollout_ref.ref"

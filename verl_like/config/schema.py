@@ -17,7 +17,7 @@ from typing import Any, get_args, get_origin
 
 from verl_like.config.base import ConfigNode, Range
 from verl_like.config.errors import raise_if_any
-from verl_like.config.foreign_names import foreign_hint
+from verl_like.config.names import foreign_hint
 from verl_like.config.ppo import PPOConfig
 
 

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from verl_like.config import PPOConfig
-from verl_like.config.aliases import DEPRECATED, DROPPED, RENAMED, renamed
-from verl_like.config.availability import NO_EFFECT, newer_than_here, without_effect
 from verl_like.config.doctor import IDLE, covers, idle
 from verl_like.config.errors import ConfigError
-from verl_like.config.foreign_names import foreign_names_of
 from verl_like.config.menus import ESTIMATORS, KL_KINDS, LOSSES, Choice
+from verl_like.config.names import VERL, Row, foreign_names_of, table
 from verl_like.config.schema import Key, find_key, get_value, keys, sections, suggest
+from verl_like.config.spellings import deprecated, newer_than_here, no_effect, renamed, says_nothing, without_effect
 from verl_like.kit.docs.readers import readers
 from verl_like.observe.redaction import redacted_tree
 from verl_like.trainer.compose import compose_tree, followers_of, to_config
@@ -32,7 +31,7 @@ _MENUS: dict[str, Mapping[str, Choice]] = {
 
 def explain(name: str, overrides: Sequence[str] = (), yaml_files: Sequence[Path] = ()) -> Rows:
     """(what, text) about a key, or about each key of a section. ConfigError for a name that is neither."""
-    why = next((why for pattern, why in DROPPED.items() if re.fullmatch(pattern, name)), None)
+    why = says_nothing(name)
     if why is not None:
         return [(name, f"accepted and left out: {why}")]
     path = renamed(name)
@@ -55,7 +54,7 @@ def explain(name: str, overrides: Sequence[str] = (), yaml_files: Sequence[Path]
     rows += [("effect here", _effect(key, config, followers))]
     rows += [("no effect if", row.why) for row in IDLE if covers(row, key.path)]
     rows += [("follow it", ", ".join(followers[key.path]))] if key.path in followers else []
-    rows += [("deprecated", f"use {DEPRECATED[key.path]}")] if key.path in DEPRECATED else []
+    rows += [("deprecated", f"use {better[0]}")] if (better := deprecated().get(key.path)) else []
     rows += [("read by", ", ".join(readers()[key.path]) or "nobody")]
     rows += [("other names", "; ".join(names))] if (names := other_names(key.path)) else []
     return [*rows, ("beside it", _siblings(key.path))]
@@ -63,29 +62,18 @@ def explain(name: str, overrides: Sequence[str] = (), yaml_files: Sequence[Path]
 
 def other_names(path: str) -> list[str]:
     """Names of this key in verl (earlier or later) and other projects."""
-    return [spelling for old, new in RENAMED for spelling in _spellings(old, new, path)] + foreign_names_of(path)
+    renames = (row for row in table(VERL) if row.renames)
+    return [spelling for row in renames for spelling in _spellings(row, path)] + foreign_names_of(path)
 
 
-def _spellings(old: str, new: str, path: str) -> Iterator[str]:
-    """The old spellings that a row of the alias table turns into `path`, each proved by the table itself."""
-    match = re.fullmatch(re.sub(r"\\\d", "(.+)", new.replace(".", r"\.")), path)
-    if match is None:
-        return
-    texts = iter(match.groups())
-    pattern = re.sub(r"(?<!\\)\((?!\?)(?:[^()]|\(\?:[^()]*\))*\)", lambda found: next(texts, found[0]), old)
-    for spelling in _alternatives(pattern.replace(r"\.", ".")):
-        if re.fullmatch(r"[\w.]+", spelling) and renamed(spelling) == path:
-            yield spelling
-
-
-def _alternatives(pattern: str) -> Iterator[str]:
-    """Every text of a pattern with groups such as (?:a|b) and (?:a)?, and nothing else of regular expressions."""
-    group = re.search(r"\(\?:([^()]*)\)(\??)", pattern)
-    if group is None:
-        yield pattern
-        return
-    for choice in [*group[1].split("|"), *([""] if group[2] else [])]:
-        yield from _alternatives(pattern[: group.start()] + choice + pattern[group.end() :])
+def _spellings(row: Row, path: str) -> Iterator[str]:
+    """The names that a row of verl's table turns into `path`, each proved by the table itself."""
+    match = re.fullmatch(re.sub(r"\\\d", "(.*)", row.keys[0].replace(".", r"\.")), path)
+    parts = (match.groups("") or [""]) if match else ()
+    for text in row.texts():
+        for spelling in dict.fromkeys(re.sub(r"\*+", part, text) for part in parts):
+            if re.fullmatch(r"[\w.]*\w", spelling) and renamed(spelling) == path:
+                yield spelling
 
 
 def _effect(key: Key, config: PPOConfig, followers: dict[str, list[str]]) -> str:
@@ -111,7 +99,7 @@ def shown(value: Any) -> str:
 
 def _first_sentence(key: Key) -> str:
     sentence = re.split(r"(?<=\.)\s", key.doc, maxsplit=1)[0]
-    unused = " (no effect)" if key.path in NO_EFFECT else ""
+    unused = " (no effect)" if key.path in no_effect() else ""
     return f"{sentence}{unused} Default: {shown(key.default)}"
 
 

@@ -30,13 +30,12 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_like.config import PPOConfig
-from verl_like.config.aliases import Change, canonical, renamed, rest_of
-from verl_like.config.availability import newer_than_here
 from verl_like.config.doctor import check
 from verl_like.config.doctor_async import uncorrected
 from verl_like.config.errors import ConfigError, raise_if_any
 from verl_like.config.parser import meant
 from verl_like.config.schema import find_key, from_dict, get_value, keys, of_no_home, sections, suggest, to_dict
+from verl_like.config.spellings import Change, canonical, newer_than_here, renamed, rest_of
 from verl_like.models.adapter_config import adapter_settings
 from verl_like.observe.redaction import HIDDEN, redacted_tree
 from verl_like.observe.run_folder import flat

@@ -10,7 +10,7 @@ import pytest
 from verl_like.config import RolloutCorrectionConfig
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.correction import Bounds, Rejection, parse_rejections, weight_bounds
-from verl_like.config.correction_aliases import PRESETS, Change, correction_spellings
+from verl_like.config.spellings import Change, correction_spellings, presets
 from verl_like.trainer.compose import compose, compose_with_warnings
 
 INT8 = "actor_rollout_ref.rollout.quantization=int8"
@@ -66,10 +66,10 @@ def test_what_cannot_be_meant_is_refused(settings: dict[str, Any], message: str)
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", presets())
 def test_presets(name: str) -> None:
     found = section(f"{S}.preset={name}")
-    assert {key: getattr(found, key) for key in PRESETS[name]} == PRESETS[name]
+    assert {key: getattr(found, key) for key in presets()[name]} == presets()[name]
     assert found.bypass_mode == name.startswith("bypass")
     assert (found.rollout_is is None) == (not name.endswith(("_is", "_tis", "_is_rs", "_icepop")))
     assert (found.rollout_rs is None) == ("_rs" not in name)
@@ -171,7 +171,7 @@ def test_idle_and_risky_settings_warn(overrides: list[str], message: str) -> Non
     assert any(message in line for line in compose_with_warnings([*GRPO, *overrides])[1])
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", presets())
 def test_presets_compose_quietly(name: str) -> None:
     assert compose_with_warnings([*GRPO, f"{S}.preset={name}"])[1] == []
 

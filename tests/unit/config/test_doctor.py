@@ -3,9 +3,9 @@
 import pytest
 
 from verl_like.config import PPOConfig
-from verl_like.config.availability import NO_EFFECT, NOT_YET
 from verl_like.config.doctor import IDLE, covers
 from verl_like.config.schema import Idle, find_key, keys
+from verl_like.config.spellings import no_effect, not_available, not_yet
 from verl_like.trainer.compose import compose_with_warnings
 
 A, R, F = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
@@ -247,9 +247,9 @@ def test_a_setting_equal_to_the_default_is_not_warned_about():
 
 
 def test_every_row_names_real_keys():
-    for key in NOT_YET:
+    for key in not_yet():
         assert find_key(key), key
-    for key in NO_EFFECT:
+    for key in no_effect():
         assert find_key(key), key
     for row in IDLE:
         for pattern in row.keys:
@@ -292,6 +292,4 @@ def test_an_unknown_name_is_answered_with_the_known_ones(override, line):
 
 
 def test_defaults_are_available():
-    from verl_like.config.availability import not_available
-
     assert not_available(PPOConfig()) == []

@@ -17,9 +17,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_like.config.availability import NO_EFFECT, NOT_YET
 from verl_like.config.menus import AGGREGATIONS, ESTIMATORS, KL_KINDS, LOSSES, Choice
 from verl_like.config.schema import Key, keys
+from verl_like.config.spellings import no_effect, not_yet
 from verl_like.kit.coming_from.pages import pages
 from verl_like.kit.docs.readers import PACKAGE, readers
 from verl_like.trainer.compose import compose_tree
@@ -84,8 +84,8 @@ def page() -> str:
 
 def _status() -> dict[str, str]:
     """Reason why a key has no reader."""
-    status = {key: f"no effect: {why}" for key, why in NO_EFFECT.items()}
-    return status | dict.fromkeys(NOT_YET, "feature not available yet")
+    status = {key: f"no effect: {why}" for key, why in no_effect().items()}
+    return status | dict.fromkeys(not_yet(), "feature not available yet")
 
 
 def _section(path: str) -> str:

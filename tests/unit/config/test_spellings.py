@@ -1,13 +1,9 @@
 """Old and newer spellings: where they go, what they become, and the warning line."""
 
-import re
-
 import pytest
 
-from verl_like.config import aliases
-from verl_like.config.aliases import Change, canonical, renamed
-from verl_like.config.availability import NEWER, newer_than_here
-from verl_like.config.schema import find_key, keys, sections, suggest
+from verl_like.config.schema import find_key, suggest
+from verl_like.config.spellings import Change, canonical, newer_than_here
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
@@ -121,15 +117,6 @@ def test_a_misspelt_key_beside_keys_of_ours_is_told_what_it_was_meant_to_be(type
     assert suggest(typed) == f"; did you mean {meant}?"
 
 
-def test_what_is_said_to_be_missing_is_missing():
-    """A row about a section of ours, or of which a key goes by another name here, would hide misspelt names."""
-    ours = [row for row in NEWER if row in sections() or find_key(row) or find_key(renamed(f"{row}.enable"))]
-    spelled = [new for row in NEWER for new in ("steps", "tool", "path") if find_key(renamed(f"{row}.{new}"))]
-    assert (ours, spelled) == ([], [])
-    dropped = (*aliases.DROPPED, *aliases.AT_REST)
-    assert [key for key in (*keys(), *sections()) if any(re.fullmatch(pattern, key) for pattern in dropped)] == []
-
-
 def test_dropped_keys_say_why():
     changes, warnings = canonical([Change("critic.rollout_n", 8)])
     assert (changes, warnings) == ([], ["critic.rollout_n has no effect: it follows actor_rollout_ref.rollout.n"])
@@ -220,16 +207,6 @@ def test_what_asks_for_something_else_stays_and_is_refused(key, value):
 def test_what_follows_another_key_follows_its_name_of_today(key, value, found):
     """And nothing follows itself, as keys with two spellings in verl's own files would."""
     assert canonical([Change(key, value)])[0] == ([] if found is None else [found])
-
-
-def test_tables_do_not_shadow_real_keys():
-    for pattern in (*aliases.DROPPED, *aliases.AT_REST):
-        assert [key for key in keys() if re.fullmatch(pattern, key)] == []
-    for key, new in aliases.DEPRECATED.items():
-        assert find_key(key) and find_key(new)
-    renamed = [key for key in keys() for pattern, _ in aliases.RENAMED if re.fullmatch(pattern, key)]
-    assert renamed == []
-    assert not [key for key in sections() for pattern in aliases.DROPPED if re.fullmatch(pattern, key)]
 
 
 F = f"{A}.fsdp_config"
