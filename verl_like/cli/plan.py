@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 
-from verl_like.config.doctor_paths import DATA_FILES
+from verl_like.config.paths import DATA_FILES
 from verl_like.gc_settings import starting
 from verl_like.models.location import check_locations
 from verl_like.observe.logs import told_in_a_line

@@ -9,6 +9,8 @@ from verl_like.config.menus import AGGREGATIONS, KL_KINDS, KL_MENU, LOSSES, Loss
 from verl_like.config.optim import OptimConfig
 from verl_like.config.profiler import CheckpointConfig, ProfilerConfig
 
+_FUSED = "actor_rollout_ref.model.use_fused_kernels is true: it makes no [tokens x vocabulary] tensor"
+
 
 class RatioLevel(StrEnum):
     """Unit of a probability ratio: a whole row, or each token."""
@@ -187,9 +189,9 @@ class ActorConfig(ConfigNode):
     """Which policy loss."""
     ulysses_sequence_parallel_size: int = key(1, at_least(1), unit="processes")
     """Processes that share one sequence."""
-    entropy_from_logits_with_chunking: bool = False
+    entropy_from_logits_with_chunking: bool = key(False, idle=f"{_FUSED}, and computes entropy in chunks")
     """Entropy from full logits (model.use_fused_kernels=false) 2,048 tokens at a time."""
-    entropy_checkpointing: bool = False
+    entropy_checkpointing: bool = key(False, idle=f"{_FUSED}, and recomputes it in the backward pass")
     """Entropy from full logits (model.use_fused_kernels=false) again in the backward pass, for which it keeps less."""
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     """What checkpoints hold."""

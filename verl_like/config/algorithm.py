@@ -46,16 +46,18 @@ class FilterGroupsConfig(ConfigNode):
 
     enable: bool = False
     """Train on groups with a signal only: draw prompts until train_batch_size such groups are found."""
-    metric: str | None = None
+    metric: str | None = key(None, idle="enable is false")
     """What is compared: score (null means that), seq_reward or seq_final_reward (score with length reward and overlong
     punishment), or a number that the reward function returns, such as acc."""
-    range: list[float] | None = key(None, rising_pair())
+    range: list[float] | None = key(None, rising_pair(), idle="enable is false")
     """Keep groups whose mean lies strictly between these two numbers (Colossal-RL: [0.01,0.99] of acc). Null: any."""
-    std_threshold: float | None = key(None, at_least(-1))
+    std_threshold: float | None = key(None, at_least(-1), idle="enable is false")
     """Keep groups whose standard deviation is above this. Null: 0, or no such condition when range is set."""
-    resample: bool = True
+    resample: bool = key(True, idle="enable is false")
     """true: draw again for groups that were dropped. false: draw once, keep them and mask their loss (Colossal-RL)."""
-    max_num_gen_batches: int = key(0, at_least(0), unit="draws")
+    max_num_gen_batches: int = key(
+        0, at_least(0), unit="draws", idle=("enable is false", "resample is false: prompts are drawn once a step")
+    )
     """Most draws for one step, then the run stops. 0: as many as give every training prompt ten times."""
 
 
@@ -94,15 +96,15 @@ class AlgorithmConfig(ConfigNode):
     """Short forms of reward_norm over all steps."""
     agent_reward_norm: AgentRewardNormConfig = section(AgentRewardNormConfig)
     """Normalisation over groups of one's choice, in place of reward_norm."""
-    reward_clip: float | None = key(None, at_least(0))
+    reward_clip: float | None = key(None, at_least(0), idle="reward_clip is 0: off")
     """Clip the reward of a response to +- this, after normalisation. Null or 0: off."""
-    token_reward_clip: float | None = key(None, at_least(0))
+    token_reward_clip: float | None = key(None, at_least(0), idle="token_reward_clip is 0: off")
     """Clip the reward of each token to +- this, after the KL penalty. Null or 0: off."""
     whiten_rewards: bool = False
     """Whiten token rewards over all sampled tokens, before advantages: tokens without a reward get one too."""
     whiten_advantages: bool = False
     """Whiten advantages over all sampled tokens."""
-    advantage_clip: float | None = key(None, at_least(0))
+    advantage_clip: float | None = key(None, at_least(0), idle="advantage_clip is 0: off")
     """Clip advantages to +- this, after whitening. Null or 0: off."""
     use_pf_ppo: bool = False
     """Resample responses by score, after advantages (PF-PPO)."""

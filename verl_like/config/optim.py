@@ -33,7 +33,9 @@ class OptimConfig(ConfigNode):
     """Peak learning rate."""
     lr_warmup_steps: int = key(-1, at_least(-1), unit="training steps")
     """Length of the linear warm-up; negative: lr_warmup_steps_ratio decides."""
-    lr_warmup_steps_ratio: float = key(0.0, between(0, 1), unit="share of all training steps")
+    lr_warmup_steps_ratio: float = key(
+        0.0, between(0, 1), unit="share of all training steps", idle="lr_warmup_steps is 0 or more"
+    )
     """Length of the warm-up when lr_warmup_steps is negative."""
     total_training_steps: int = key(-1, minus_one_or_positive(), unit="training steps")
     """Length of the schedule; -1: the whole run."""

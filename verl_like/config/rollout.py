@@ -234,7 +234,9 @@ class RolloutConfig(ConfigNode):
     """sync or async: both mean the same here, the engine always works request by request."""
     n: int = key(1, at_least(1), unit="responses")
     """Responses per prompt; the group of grpo."""
-    n_redundant: int = key(0, at_least(0), unit="responses")
+    n_redundant: int = key(
+        0, at_least(0), unit="responses", idle="name is recorded: the responses of each group are there"
+    )
     """So many more are begun for each prompt, and the first n that end well are its group; the others are aborted.
     Saves the wait for slow or stuck environments; favours short ones (redundancy/*), and does not resume bit for
     bit."""
@@ -378,18 +380,15 @@ def runs_programs(rollout: RolloutConfig) -> bool:
     return rollout.gateway.path is not None or rollout.gateway.command is not None
 
 
+# Settings of sampling -> values with which it draws from the distribution that the trainer computes, which knows the
+# temperature alone. Cuts of the tail come first
+NEUTRAL: dict[str, Any] = {
+    **{"top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0},
+    **{"min_tokens": 0, "bad_words": [], "use_fire_sampling": False},
+}
+
+
 def distortions(rollout: RolloutConfig) -> list[str]:
-    """Settings, as key=value, with which the sampler draws from another distribution than the trainer computes, which
-    knows the temperature alone. Cuts of the tail (top_p, top_k) come first."""
-    rows = (  # key, value, the value that changes nothing
-        ("top_p", rollout.top_p, 1),
-        ("top_k", rollout.top_k if rollout.top_k > 0 else -1, -1),
-        ("min_p", rollout.min_p, 0),
-        ("repetition_penalty", rollout.repetition_penalty, 1),
-        ("presence_penalty", rollout.presence_penalty, 0),
-        ("frequency_penalty", rollout.frequency_penalty, 0),
-        ("min_tokens", rollout.min_tokens, 0),
-        ("bad_words", rollout.bad_words, []),
-        ("use_fire_sampling", rollout.use_fire_sampling, False),
-    )
-    return [f"{key}={value}" for key, value, neutral in rows if value != neutral]
+    """Settings, as key=value, with which the sampler draws from another distribution than the trainer computes."""
+    values = {name: getattr(rollout, name) for name in NEUTRAL}
+    return [f"{name}={value}" for name, value in values.items() if value != NEUTRAL[name]]

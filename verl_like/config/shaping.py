@@ -45,7 +45,7 @@ class RewardNormConfig(ConfigNode):
     """Short form: batch, group or running sets mean and std at once. Null: mean and std count."""
     shift: bool = key(False, idle="kind is null")
     """With kind: subtract the mean, divide by nothing."""
-    scale: bool = key(False, idle="kind is null")
+    scale: bool = key(False, idle=("kind is null", "shift is true: shift wins over it"))
     """With kind: divide by the standard deviation, subtract nothing. shift wins over it."""
 
 

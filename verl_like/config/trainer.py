@@ -119,7 +119,7 @@ class TrainerConfig(ConfigNode):
     """Longest wait for the cluster to have room for the workers."""
     balance_batch: bool = True
     """Give every process about the same number of tokens."""
-    total_epochs: int = key(30, at_least(1))
+    total_epochs: int = key(30, at_least(1), idle="total_training_steps is set: it is the length of the run")
     """Passes over the training data."""
     total_training_steps: int | None = key(None, at_least(1), unit="steps")
     """Length of the run. Null: total_epochs."""

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from verl_like.config import PPOConfig
-from verl_like.config.doctor import IDLE, covers, idle
 from verl_like.config.errors import ConfigError
 from verl_like.config.menus import ESTIMATORS, KL_KINDS, LOSSES, Choice
 from verl_like.config.names import VERL, Row, foreign_names_of, table
+from verl_like.config.rules import all_rules, idle_lines
 from verl_like.config.schema import Key, find_key, get_value, keys, sections, suggest
 from verl_like.config.spellings import deprecated, newer_than_here, no_effect, renamed, says_nothing, without_effect
 from verl_like.kit.docs.readers import readers
@@ -52,7 +52,8 @@ def explain(name: str, overrides: Sequence[str] = (), yaml_files: Sequence[Path]
     rows += [("here", f"{here} ({'set' if is_set else 'not set'})")]
     rows += [(here, choice.cells[0])] if (choice := _MENUS.get(key.path, {}).get(here)) else []
     rows += [("effect here", _effect(key, config, followers))]
-    rows += [("no effect if", row.why) for row in IDLE if covers(row, key.path)]
+    about = [each for each in all_rules() if each.is_about(key.path) and each.says]
+    rows += [("no effect if" if each.kind == "idle" else "rule", each.says) for each in about]
     rows += [("follow it", ", ".join(followers[key.path]))] if key.path in followers else []
     rows += [("deprecated", f"use {better[0]}")] if (better := deprecated().get(key.path)) else []
     rows += [("read by", ", ".join(readers()[key.path]) or "nobody")]
@@ -77,7 +78,7 @@ def _spellings(row: Row, path: str) -> Iterator[str]:
 
 
 def _effect(key: Key, config: PPOConfig, followers: dict[str, list[str]]) -> str:
-    reasons = without_effect(frozenset({key.path})) + idle(config, frozenset({key.path}), followers)
+    reasons = without_effect(frozenset({key.path})) + idle_lines(config, frozenset({key.path}), followers)
     if not reasons:
         return "yes"
     return "none: " + "; ".join(reason.partition(": ")[2] for reason in reasons)

@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from verl_like.config import DataConfig, ModelConfig, PPOConfig
-from verl_like.config.doctor_paths import data_paths, model_paths
 from verl_like.config.errors import raise_if_any
+from verl_like.config.paths import data_paths, model_paths
 from verl_like.remote_storage import is_remote, local_folder
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")

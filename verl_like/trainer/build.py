@@ -21,8 +21,8 @@ from verl_like.cluster.lifecycle import StopFlag, graceful_interrupt
 from verl_like.cluster.worker_group import RUN_ID_VARIABLE
 from verl_like.config import DataConfig, PPOConfig
 from verl_like.config.batch_plan import BatchPlan
-from verl_like.config.doctor_paths import DATA_FILES
 from verl_like.config.errors import input_errors
+from verl_like.config.paths import DATA_FILES
 from verl_like.config.placement import has_further_pools
 from verl_like.config.roles import ACTOR, ROLLOUT, needs_critic, roles_of
 from verl_like.config.schema import to_dict

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def train(config: PPOConfig) -> None:
     """Run the checked configuration. A model or file that is not there ends the program before torch is imported."""
-    from verl_like.config.doctor_paths import DATA_FILES
+    from verl_like.config.paths import DATA_FILES
     from verl_like.models.location import check_locations
 
     try:

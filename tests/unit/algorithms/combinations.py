@@ -16,14 +16,16 @@ from verl_like.algorithms.objectives import PolicyObjective
 from verl_like.algorithms.policy_losses import POLICY_LOSSES
 from verl_like.config import (
     ActorConfig,
+    ActorRolloutRefConfig,
     PolicyLossConfig,
+    PPOConfig,
     RolloutCorrectionConfig,
     SampleWeightConfig,
     ToprConfig,
 )
 from verl_like.config.actor import RatioLevel, RewardSource
 from verl_like.config.correction import IS_LEVELS, LOSS_TYPES, RS_OPTIONS
-from verl_like.config.rules_losses import impossible_losses
+from verl_like.config.rules import impossible
 
 # Wide windows and shares, so that few tokens suffice for every branch to be taken.
 _SELECTION = {"clip_cov_lb": 0.0, "clip_cov_ub": 9.0, "clip_cov_ratio": 0.3, "kl_cov_ratio": 0.3}
@@ -105,7 +107,7 @@ class Combination:
 
 def legal(actor: ActorConfig) -> bool:
     """Whether the doctor lets it pass."""
-    return not list(impossible_losses(actor))
+    return not impossible(PPOConfig(actor_rollout_ref=ActorRolloutRefConfig(actor=actor)), "losses")
 
 
 def covering(loss: tuple[str, ToprConfig]) -> Iterator[Combination]:

@@ -23,7 +23,7 @@ def steps() -> list[str]:
 # What follows from the row, seen from outside.
 FOLLOWS = """
 import pathlib, sys, pytest
-from verl_like.config.doctor import check
+from verl_like.config.rules import check
 from verl_like.kit.docs.configuration import with_tables
 from verl_like.kit.explaining import explain
 from verl_like.trainer.compose import compose

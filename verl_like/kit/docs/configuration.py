@@ -2,8 +2,9 @@
 `python -m verl_like.kit.docs.configuration [--check]`.
 
 Of the first, the keys that matter most, then one table per section: whole key (so that grep finds it), meaning, unit,
-range, default, which modules read it. All but the last come from the keys' declarations, readers from a scan of the
-source, so the page cannot drift. The tables of algorithms.md are the rows of config/menus.txt, between markers.
+range, default, which modules read it; then the rules with the keys they are about. All but the readers, which a scan of
+the source finds, come from the declarations of keys and rules, so the page cannot drift; a test runs --check. Tables of
+algorithms.md are the rows of config/menus.txt, between markers.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_like.config.menus import AGGREGATIONS, ESTIMATORS, KL_KINDS, LOSSES, Choice
+from verl_like.config.rules import all_rules
 from verl_like.config.schema import Key, keys
 from verl_like.config.spellings import no_effect, not_yet
 from verl_like.kit.coming_from.pages import pages
@@ -79,7 +81,20 @@ def page() -> str:
     for section, rows in sections.items():
         parts += [f"\n## {section}\n\n| key | meaning | unit | range | default | read by |\n|---|---|---|---|---|---|"]
         parts += [_row(key, tree, read_by[key.path], status) for key in rows]
-    return "\n".join([*parts, ""])
+    return "\n".join([*parts, *_rules(), ""])
+
+
+_AFTER = {"impossible": "what breaks it is refused", "risky": "a warning", "idle": "no effect, and a warning"}
+
+
+def _rules() -> list[str]:
+    """The table of rules; those of one text are one row."""
+    about: dict[tuple[str, str], list[str]] = {}
+    for rule in all_rules():
+        names = (f"`{key.rstrip('.')}`" for key in (*rule.keys, *rule.reads))
+        about.setdefault((rule.says, _AFTER[rule.kind]), []).extend(names)
+    rows = [_line([*told, ", ".join(dict.fromkeys(names))]) for told, names in about.items() if names]
+    return ["\n## Rules\n\n| rule, or state | what follows | keys |\n|---|---|---|", *rows]
 
 
 def _status() -> dict[str, str]:

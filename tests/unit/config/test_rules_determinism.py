@@ -16,11 +16,11 @@ ALONE = "actor_rollout_ref.rollout.max_num_seqs=1"
     "overrides, fix",
     [
         (["actor_rollout_ref.rollout.scheduler.additional_prompts.enable=True"], "which groups are used depends on"),
-        (["algorithm.filter_groups.enable=True"], "set actor_rollout_ref.rollout.scheduler.mode=batch"),
-        ([TURNS], r"set actor_rollout_ref.rollout.max_num_seqs=1 \(one request at a time; it is 1024"),
+        (["algorithm.filter_groups.enable=True"], "scheduler.mode=request: .*; set scheduler.mode=batch"),
+        ([TURNS], r"rollout.max_num_seqs=1024: .*; set max_num_seqs=1 \(one request at a time\)"),
         (["env.train.tags=[FrozenLake]", "trainer.total_training_steps=1"], "max_num_seqs=1"),
         (["actor_rollout_ref.rollout.gateway.path=agent.py:run"], "max_num_seqs=1"),
-        ([TURNS, ALONE], "set actor_rollout_ref.rollout.enable_prefix_caching=False"),
+        ([TURNS, ALONE], "rollout.enable_prefix_caching=True: .*; set enable_prefix_caching=False"),
         (["actor_rollout_ref.rollout.scheduler.max_running_requests=8"], "max_num_seqs=1"),
     ],
 )

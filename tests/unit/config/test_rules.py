@@ -1,10 +1,12 @@
-"""Doctor: impossible combinations are one error that lists them all; idle settings are warnings that say why."""
+"""Rules: impossible combinations are one error that lists them all; idle settings are warnings that say why."""
+
+import dataclasses
 
 import pytest
 
 from verl_like.config import PPOConfig
-from verl_like.config.doctor import IDLE, covers
-from verl_like.config.schema import Idle, find_key, keys
+from verl_like.config.rules import all_rules
+from verl_like.config.schema import find_key, keys
 from verl_like.config.spellings import no_effect, not_available, not_yet
 from verl_like.trainer.compose import compose_with_warnings
 
@@ -24,24 +26,24 @@ def test_the_default_configuration_is_quiet():
     ("overrides", "message"),
     [
         (["critic.enable=false"], "critic.enable=False with algorithm.adv_estimator=gae"),
-        (["algorithm=grpo", f"{R}.n=4", "trainer.critic_warmup=2"], "trainer.critic_warmup=2 without a critic"),
+        (["algorithm=grpo", f"{R}.n=4", "trainer.critic_warmup=2"], "there is no critic: nothing would be"),
         (["algorithm.adv_estimator=maxrl", "algorithm.use_kl_in_reward=true"], "maxrl needs rewards of 0 or more"),
         (["algorithm.adv_estimator=maxrl", "algorithm.reward_norm.kind=batch"], "maxrl needs rewards of 0 or more"),
         (["algorithm.adv_estimator=maxrl", "algorithm.whiten_rewards=true"], "maxrl needs rewards of 0 or more"),
         ([f"{R}.do_sample=false", f"{R}.n=2"], f"{R}.do_sample=False with {R}.n=2"),
         ([f"{R}.name=hf", f"{R}.tensor_model_parallel_size=2"], "the hf engine has no tensor parallelism"),
-        ([f"{R}.name=openai"], f"{R}.name=openai without {R}.openai.url"),
+        ([f"{R}.name=openai"], f"{R}.name=openai with {R}.openai.url=None: set it"),
         ([f"{R}.name=openai", f"{R}.openai.url=http://h", f"{R}.multi_turn.enable=true"], "answers single prompts"),
         ([f"{R}.name=openai", f"{R}.openai.url=http://h", f"{R}.ignore_eos=true"], "endpoint's tokens are its own"),
         ([f"{R}.use_fire_sampling=true", f"{R}.stop=[x]"], "there the first token is a request of its own"),
         ([f"{R}.sleep_level=3"], "sleep_level=3: must lie between 1 and 2"),
         ([f"{R}.sleep_level=2", f"{R}.free_cache_engine=false"], "the engine does not sleep; set it to True"),
-        ([f"{R}.sleep_level=2", f"{R}.quantization=int8", f"{R}.name=hf"], "set quantization=null, or actor_rollout"),
+        ([f"{R}.sleep_level=2", f"{R}.quantization=int8", f"{R}.name=hf"], "set quantization=null, or sleep_level=1"),
         ([f"{R}.sleep_level=2", "actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora.merge=false"],
           "a sync brings adapters alone; set it to True, or"),
         ([f"{R}.sleep_level=2", "trainer.placement={other:{roles:[critic,rollout],nnodes:1,"
           "n_gpus_per_node:1}}"], "nobody there has the weights; give the engine a pool of its own, or"),
-        ([f"{R}.val_kwargs.do_sample=true"], f"{R}.val_kwargs.do_sample=True with temperature=0.0"),
+        ([f"{R}.val_kwargs.do_sample=true"], f"{R}.val_kwargs.do_sample=True with {R}.val_kwargs.temperature=0.0"),
         ([f"{R}.response_length=100"], f"{R}.response_length=100 with data.max_response_length=512"),
         ([f"{R}.enable_chunked_prefill=false", f"{R}.max_num_batched_tokens=1000"], "must be at least max_model_len"),
         ([f"{A}.use_kl_loss=true", f"{A}.use_unbiased_kl=true", f"{A}.kl_loss_type=mse"], "use one of kl, k1, low"),
@@ -51,17 +53,17 @@ def test_the_default_configuration_is_quiet():
         ([f"{A}.rl_loss_coef=0"], "nothing would be trained"),
         ([f"{A}.ratio_skip_threshold=0.5"], "ratio_skip_threshold=0.5: must be at least 1"),
         ([f"{A}.policy_loss.clip_cov_lb=5"], "must be below clip_cov_ub=5.0"),
-        (["trainer.resume_mode=resume_path"], "without trainer.resume_from_path"),
+        (["trainer.resume_mode=resume_path"], "with trainer.resume_from_path=None"),
         (["trainer.val_only=true", "data.val_files=[]"], "there is nothing to validate on"),
         (["trainer.launcher=local", "trainer.n_gpus_per_node=2"], "local runs one process"),
         (["actor_rollout_ref.model.lora.rank=600", "actor_rollout_ref.model.lora.merge=false"],
-          "lora_rank=600 with actor_rollout_ref.model.lora.merge=False and rollout.name=vllm"),
+          "lora_rank=600 with actor_rollout_ref.model.lora.merge=False and actor_rollout_ref.rollout.name=vllm"),
         ([f"{A}.checkpoint.save_contents=[model]", f"{A}.checkpoint.load_contents=[model,optimizer]",
           "trainer.save_freq=5"], r"asks for ['optimizer']"),
         (["trainer.best_metric=val-core/a", "data.val_files=[v]", "trainer.test_freq=-1"], "no step is validated"),
         (["trainer.best_metric=val-core/a", "data.val_files=[]", "trainer.test_freq=5"], "no step is validated"),
         (["trainer.best_metric=val-core/a", "trainer.early_stop_patience=2", "data.val_files=[v]",
-          "trainer.test_freq=null"], "trainer.early_stop_patience=2 with trainer.test_freq=null"),
+          "trainer.test_freq=null"], "trainer.early_stop_patience=2 with trainer.test_freq=None"),
     ],
 )  # fmt: skip
 def test_impossible_combinations(overrides, message):
@@ -114,13 +116,13 @@ def test_all_problems_in_one_error():
         ),
         (
             [f"{A}.fsdp_config.wrap_policy={{min_num_params: 5, transformer_layer_cls_to_wrap: [X]}}"],
-            "transformer_layer_cls_to_wrap names the modules",
+            "transformer_layer_cls_to_wrap is not empty: it names the modules",
         ),
         ([f"{A}.checkpoint.save_contents=[hf_model]", "trainer.save_freq=5"], "a run cannot be resumed"),
         ([f"{A}.old_log_probs=rollout", f"{R}.top_p=0.9"], "top_p=0.9: the sampler's log-probs"),
         (
             [f"{R}.repetition_penalty=1.2", f"{R}.min_p=0.1"],
-            f"{R}.min_p=0.1, repetition_penalty=1.2: the sampler's",
+            f"{R}.min_p=0.1 with {R}.repetition_penalty=1.2: the sampler's",
         ),
         ([f"{F}.fsdp_config.param_offload=true"], "no KL term needs a reference"),
         (["algorithm.kl_ctrl.kl_coef=0.1"], "algorithm.use_kl_in_reward is false"),
@@ -144,8 +146,11 @@ def test_all_problems_in_one_error():
             ["algorithm=grpo", f"{R}.n=2", f"{A}.policy_loss.loss_mode=sapo", f"{A}.loss_agg_mode=token-sum"],
             "prescribes its aggregation",
         ),
-        ([f"{R}.top_p=0.9"], "rollout_corr/* with actor_rollout_ref.rollout.top_p=0.9: the sampler's"),
-        ([f"{R}.top_k=50"], "they show the change"),
+        (
+            [f"{R}.top_p=0.9"],
+            "actor_rollout_ref.rollout.top_p=0.9: the sampler's log-probs are those of the changed distribution",
+        ),
+        ([f"{R}.top_k=50"], "rollout_corr/* show the change"),
         ([f"{R}.presence_penalty=0.5"], "presence_penalty=0.5: the ratio of the loss knows no penalty"),
         (
             [f"{R}.presence_penalty=0.5", "algorithm.rollout_correction.rollout_is=token"],
@@ -156,7 +161,7 @@ def test_all_problems_in_one_error():
         ([f"{A}.ppo_mini_batch_size=1024", f"{A}.clip_ratio_high=0.28"], "all ratios are 1"),
         ([f"{A}.ppo_mini_batch_size=1024", f"{A}.ratio_skip_threshold=20"], "all ratios are 1"),
         ([f"{A}.use_kl_loss=true", f"{A}.kl_loss_type=kl"], "has a gradient of mean 0"),
-        (["preset=rloo"], f"set {A}.ppo_mini_batch_size=1024"),
+        (["preset=rloo"], "set ppo_mini_batch_size=1024 and ppo_epochs=1"),
         ([f"{A}.use_unbiased_kl=true"], f"{A}.use_kl_loss is false"),
         ([f"{A}.sample_weight.difficulty_key=hard"], f"{A}.sample_weight.difficulty is false"),
         ([f"{A}.sample_weight.scope=batch"], ".difficulty and .length are false"),
@@ -169,14 +174,14 @@ def test_all_problems_in_one_error():
         ),
         ([f"{A}.optim.min_lr_ratio=0.1"], "warmup_style is constant"),
         (["rollout=hf", f"{R}.gpu_memory_utilization=0.9"], f"{R}.name is hf"),
-        (["trainer.total_training_steps=5", "trainer.total_epochs=2"], "sets the length of the run"),
+        (["trainer.total_training_steps=5", "trainer.total_epochs=2"], "trainer.total_training_steps is set"),
         ([f"{R}.mode=async"], "the engine always works request by request"),
         (["algorithm.pf_ppo.weight_pow=3"], "algorithm.use_pf_ppo is false"),
         (["trainer.worker_nsight_options.kill=all"], "trainer.profile_steps with trainer.profile_tool=nsys uses it"),
-        ([f"{A}.profiler.discrete=true"], "trainer.profile_steps names no step"),
+        ([f"{A}.profiler.discrete=true"], "trainer.profile_steps is empty"),
         ([f"{A}.ppo_max_token_len_per_gpu=100"], "is below data.max_prompt_length + data.max_response_length = 1024"),
         ([f"{A}.ppo_max_token_len_per_gpu=1000000000000"], "more than a whole rollout batch can hold (1048576 tokens)"),
-        ([f"{R}.val_kwargs.n=4"], f"{R}.val_kwargs.n=4 without sampling"),
+        ([f"{R}.val_kwargs.n=4"], f"{R}.val_kwargs.n=4 with {R}.val_kwargs.do_sample=False"),
         (
             ["reward_model.enable=true", "reward_model.model.path=x", f"{R}.agent.agent_loop_config_path=loops.yaml"],
             "a reward_score that a loop returns counts nothing",
@@ -251,23 +256,22 @@ def test_every_row_names_real_keys():
         assert find_key(key), key
     for key in no_effect():
         assert find_key(key), key
-    for row in IDLE:
-        for pattern in row.keys:
-            alone = Idle((pattern,), row.when, row.why)
-            assert any(covers(alone, key) for key in keys()), pattern
+    for rule in all_rules():
+        for pattern in (*rule.keys, *rule.reads):
+            assert any(dataclasses.replace(rule, keys=(pattern,), reads=()).is_about(key) for key in keys()), pattern
 
 
 @pytest.mark.parametrize(
     ("override", "line"),
     [
         (f"{A}.strategy=megatron", f"{A}.strategy=megatron: not available yet; use fsdp2"),
-        (f"{R}.val_kwargs.min_tokens=999", f"min_tokens=999 and {R}.val_kwargs.max_tokens=None with"),
+        (f"{R}.val_kwargs.min_tokens=999", f"min_tokens=999 with {R}.val_kwargs.max_tokens=None and"),
         (f"+{R}.trace.backend=weave", f"{R}.trace.backend=weave: not available yet (traces in weave, MLflow or"),
-        (f"{R}.multi_turn.enable=True", f"set {R}.multi_turn.tool_config_path"),
-        (f"{R}.agent.default_agent_loop=tool_agent", f"needs {R}.multi_turn.enable=True"),
+        (f"{R}.multi_turn.enable=True", f"{R}.multi_turn.tool_config_path=None and"),
+        (f"{R}.agent.default_agent_loop=tool_agent", f"default_agent_loop=tool_agent with {R}.multi_turn.enable=False"),
         (f"{R}.agent.custom_async_server.path=x.py", "not available yet; leave it out: a server of your own"),
-        (f"{R}.agent.default_agent_loop=mine", f"list it in a file of agent loops: {R}.agent.agent_loop_config_path"),
-        ("actor_rollout_ref.hybrid_engine=False", "n_gpus_per_node = 0: the pool of rollout needs both sizes"),
+        (f"{R}.agent.default_agent_loop=mine", f"{R}.agent.agent_loop_config_path=None: choose single_turn_agent or"),
+        ("actor_rollout_ref.hybrid_engine=False", "n_gpus_per_node=0: the pool of rollout needs both sizes"),
         ("+trainer.v1.separate_async.hybrid_rollout.enable_switch=True", "that change between training and rollout"),
     ],
 )  # fmt: skip

@@ -1,6 +1,6 @@
-"""Places of a run's models, tokenizers and data: the keys that name them, and checks that need no look at them."""
+"""Places of a run's models, tokenizers and data, with the keys that name them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.roles import needs_critic
@@ -43,10 +43,3 @@ def named_files(files: Files, name: str = "") -> list[tuple[str, str]]:
     if isinstance(files, Mapping):
         return [each for key, paths in files.items() for each in named_files(paths, str(key))]
     return [(name, path) for path in ([files] if isinstance(files, str) else files)]
-
-
-def impossible_paths(config: PPOConfig) -> Iterator[str]:
-    """Paths that name nothing on this machine and nothing on the Hugging Face hub: key, value, fix."""
-    for key, path in model_paths(config).items():
-        if not path.strip():
-            yield f"{key}={path!r} is empty (an unset shell variable?): name a folder or a model on the hub"
