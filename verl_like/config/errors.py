@@ -1,7 +1,7 @@
 """One error for all problems found, so that a user fixes a command line once."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 logger = logging.getLogger(__name__)
@@ -40,3 +40,31 @@ def raise_if_any(problems: Sequence[str]) -> None:
     """Raise ConfigError unless the list is empty."""
     if problems:
         raise ConfigError(problems)
+
+
+def problems_of(*checks: Callable[[], object], prefix: str = "") -> Iterator[str]:
+    """Yield what each of these checks finds wrong: what it yields, and its ValueError or OSError, which ends it alone.
+
+    prefix: of each problem. What a check returns, where that is no iterator of problems, is not looked at.
+    """
+    for check in checks:
+        try:
+            found = check()
+            if isinstance(found, Iterator):
+                yield from (f"{prefix}{text}" for text in found)
+        except (ValueError, OSError) as error:
+            logger.debug("the run's inputs are refused", exc_info=True)
+            texts = error.problems if isinstance(error, ConfigError) else [str(error)]
+            yield from (f"{prefix}{text}" for text in texts)
+
+
+def raise_all(problems: Iterable[str]) -> None:
+    """Raise ConfigError for what is wrong, each problem once, unless nothing is.
+
+    One fault that several checks meet is told by the first; a later one may have put a section before its key.
+    """
+    found: list[str] = []
+    for problem in problems:
+        if not any(told and problem.endswith(told) for told in found):
+            found.append(problem)
+    raise_if_any(found)

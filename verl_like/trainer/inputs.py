@@ -8,13 +8,17 @@ import torch
 from transformers import PretrainedConfig
 
 from verl_like.config import DataConfig, PPOConfig
-from verl_like.config.roles import generates, needs_critic, roles_of
+from verl_like.config.batch_plan import BatchPlan
+from verl_like.config.roles import RoleConfig, generates, needs_critic
 from verl_like.data.dataset import Dataset, PromptDataset
 from verl_like.data.foreign import ForeignDataset
+from verl_like.data.loader import PromptLoader
 from verl_like.data.media import DEFAULT_MEDIA_KEYS
+from verl_like.data.sampler import ResumableSampler, Sampler
 from verl_like.models.families import frozen_tower, refuse_vision, sees
-from verl_like.models.loading import build_meta_model, load_hf_config
+from verl_like.models.loading import build_meta_model
 from verl_like.models.lora import adapters_apart, attach, load_adapter
+from verl_like.registry import part
 from verl_like.user_code import is_reference
 
 logger = logging.getLogger(__name__)
@@ -59,18 +63,17 @@ def check_vision(config: PPOConfig, hf_config: PretrainedConfig) -> None:
         refuse_vision(hf_config, "a critic", "use an estimator without one, for instance algorithm.adv_estimator=grpo")
 
 
-def check_adapters(config: PPOConfig) -> None:
-    """Check that the tensors of model.lora_adapter_path are those that its model would get.
+def check_adapter(role: RoleConfig, hf_config: PretrainedConfig) -> None:
+    """Check that the tensors of a role's model.lora_adapter_path are those that its model would get.
 
     Raises ValueError otherwise.
     """
-    for role in roles_of(config).values():
-        if role.optim is None or role.model.lora_adapter_path is None:
-            continue
-        hf = build_meta_model(role.model, load_hf_config(role.model), kind=role.kind).hf
-        tower = frozen_tower(hf, frozen=role.freeze_vision_tower)
-        attach(hf, role.model, dtype=torch.float32, seed=0, left_out=tower)
-        load_adapter(hf, role.model)
+    if role.optim is None or role.model.lora_adapter_path is None:
+        return
+    hf = build_meta_model(role.model, hf_config, kind=role.kind).hf
+    tower = frozen_tower(hf, frozen=role.freeze_vision_tower)
+    attach(hf, role.model, dtype=torch.float32, seed=0, left_out=tower)
+    load_adapter(hf, role.model)
 
 
 def refuse_missing_answers(config: PPOConfig, dataset: Dataset) -> None:
@@ -117,3 +120,28 @@ def max_model_len(config: PPOConfig, hf_config: PretrainedConfig) -> int:
             f"{positions} positions (max_position_embeddings); lower the lengths"
         )
     return length
+
+
+def train_loader(config: PPOConfig, dataset: Dataset, plan: BatchPlan) -> PromptLoader:
+    """Load the training prompts from the first one on, in the order of `train_sampler`."""
+    size = plan.prompts_per_draw
+    return PromptLoader(dataset, train_sampler(config, dataset, size), size, drop_last=not plan.draws_until_full)
+
+
+def train_sampler(config: PPOConfig, dataset: Dataset, batch_size: int) -> Sampler:
+    """Build the user's sampler, or one of rows by data.domain_weights, or of all rows alike.
+
+    The seed is data.seed, or else trainer.seed.
+    """
+    data = config.data
+    if data.sampler.class_path is not None:
+        return part("sampler", "own")(data, dataset)
+    seed = config.trainer.seed if data.seed is None else data.seed
+    if not data.domain_weights:
+        shuffle = data.shuffle and not config.env.train.tags  # groups take turns, and their starts are random as it is
+        return ResumableSampler(len(dataset), shuffle=shuffle, seed=seed, identity=dataset.identity())
+    weights, identity = data.domain_weights, dataset.identity()
+    weighted = part("sampler", "weighted")
+    sampler = weighted(dataset.domains(), weights, shuffle=data.shuffle, seed=seed, identity=identity)
+    sampler.check_batch(batch_size)
+    return sampler
