@@ -49,13 +49,11 @@ def problems_of(*checks: Callable[[], object], prefix: str = "") -> Iterator[str
     """
     for check in checks:
         try:
-            found = check()
-            if isinstance(found, Iterator):
+            if isinstance(found := check(), Iterator):
                 yield from (f"{prefix}{text}" for text in found)
         except (ValueError, OSError) as error:
             logger.debug("the run's inputs are refused", exc_info=True)
-            texts = error.problems if isinstance(error, ConfigError) else [str(error)]
-            yield from (f"{prefix}{text}" for text in texts)
+            yield from (f"{prefix}{text}" for text in getattr(error, "problems", [str(error)]))
 
 
 def raise_all(problems: Iterable[str]) -> None:

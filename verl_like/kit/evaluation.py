@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from verl_like.batch import Rollouts, Scores, whole_episodes
 from verl_like.config import DataConfig, PPOConfig
-from verl_like.config.errors import ConfigError, input_errors, problems_of, raise_all
+from verl_like.config.errors import ConfigError, input_errors, raise_all
 from verl_like.data.loader import PromptLoader
 from verl_like.data.sampler import ResumableSampler
 from verl_like.episodes.collector import Collector
@@ -27,9 +27,7 @@ from verl_like.plugins.http_json import ServiceError
 from verl_like.rollout.client import RolloutClient
 from verl_like.trainer import build
 from verl_like.trainer.facts import Facts, required
-from verl_like.trainer.own_code import check_own_code
-from verl_like.trainer.reward_check import check_rewards
-from verl_like.trainer.start_checks import check_inputs
+from verl_like.trainer.start_checks import problems
 from verl_like.trainer.validation import Validator
 
 logger = logging.getLogger(__name__)
@@ -80,17 +78,7 @@ def evaluate(config: PPOConfig) -> Evaluation:
     with ExitStack() as stack:
         with input_errors():
             facts = Facts(config, stack, trains=False)
-            raise_all(
-                problems_of(
-                    lambda: facts.device,
-                    lambda: check_own_code(config),
-                    lambda: check_inputs(config, facts),
-                    lambda: facts.rewards,
-                    lambda: check_rewards(facts),
-                    lambda: facts.runner,
-                    lambda: facts.max_model_len,
-                )
-            )
+            raise_all(problems(facts))
         dataset, device, rewards = required(facts.val), facts.device, facts.rewards
         how, rollout = build.answering(config, facts, validation=True), config.actor_rollout_ref.rollout
         if rollout.engine.endpoint:

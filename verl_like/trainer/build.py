@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +15,6 @@ from verl_like.checkpoint.layout import recover
 from verl_like.cluster.lifecycle import StopFlag, graceful_interrupt
 from verl_like.cluster.worker_group import RUN_ID_VARIABLE
 from verl_like.config import PPOConfig
-from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.errors import input_errors, raise_all
 from verl_like.config.roles import ACTOR, ROLLOUT
 from verl_like.config.schema import to_dict
@@ -34,14 +32,12 @@ from verl_like.observe.run_folder import SAMPLES
 from verl_like.observe.samples import SampleStore
 from verl_like.observe.trackers import build_trackers
 from verl_like.registry import part
-from verl_like.rewards.manager import RewardManager
 from verl_like.rollout.sampling import train_sampling, validation_sampling
 from verl_like.trainer.checkpoints import Checkpoints
-from verl_like.trainer.costs import Forecast, ModelCosts, SpeedReport
+from verl_like.trainer.costs import SpeedReport
 from verl_like.trainer.dispatch import RowBalance
-from verl_like.trainer.facts import Facts, required
-from verl_like.trainer.folders import log_dir, profile_dir
-from verl_like.trainer.inputs import train_loader
+from verl_like.trainer.facts import Facts, required, train_loader
+from verl_like.trainer.folders import log_dir
 from verl_like.trainer.own_code import trainer_class
 from verl_like.trainer.ppo import PPOTrainer
 from verl_like.trainer.recording import RecordedSource, Recorder
@@ -58,78 +54,36 @@ from verl_like.trainer.state import TrainState
 from verl_like.trainer.validation import Validator
 from verl_like.trainer.weights import Weights
 from verl_like.trainer.workers import Pools, Workers
-from verl_like.user_code import external_modules
-from verl_like.workers.spec import WorkerSpec
 
 logger = logging.getLogger(__name__)
 Handle = TypeVar("Handle", bound=RoleHandle)
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """Run as far as it can be known and checked without workers; a start that is tried again takes it as it is.
-
-    rewards: its graders run already.
-    """
-
-    config: PPOConfig
-    device: str
-    inputs: Facts
-    plan: BatchPlan
-    costs: ModelCosts
-    spec: WorkerSpec
-    rewards: RewardManager
-    memory: Forecast
-
-    @property
-    def world_size(self) -> int:
-        """Number of worker processes."""
-        return self.plan.world_size
-
-
-def prepare(config: PPOConfig, stack: ExitStack, told: Iterable[str] = ()) -> Prepared:
+def prepare(config: PPOConfig, stack: ExitStack, told: Iterable[str] = ()) -> Facts:
     """Check everything that needs no worker: own code, tools, model files, data, batch plan, graders.
 
-    Graders are started and tried; what was started ends with `stack`.
+    Graders are started and tried; what was started ends with `stack`. A start that is tried again takes the facts as
+    they are.
 
     told: problems that are known already. Raises ConfigError with these and all that can be told besides.
     """
     facts = Facts(config, stack)
     raise_all([*told, *problems(facts)])
-    spec = WorkerSpec(
-        config=config,
-        plan=facts.plan,
-        tokenizer_size=len(facts.tokenizer),
-        max_model_len=facts.max_model_len,
-        profile_dir=str(profile_dir(config)),
-        external_modules=external_modules(),
-    )
-    (device, ranks_per_node), plan = facts.world, facts.plan
-    costs = ModelCosts.of(config, plan)
-    logger.info("%d process(es) on %s; %s", plan.world_size, device, plan.table())
-    processes = (plan.pools[0].world_size, ranks_per_node)
-    return Prepared(
-        config=config,
-        device=device,
-        inputs=facts,
-        plan=plan,
-        costs=costs,
-        spec=spec,
-        rewards=facts.rewards,
-        memory=part("forecast", "memory")(config, facts.hf_config, costs, device, *processes),
-    )
+    logger.info("%d process(es) on %s; %s", facts.world_size, facts.device, facts.plan.table())
+    facts.known("memory")
+    return facts
 
 
 @contextmanager
-def prepared(config: PPOConfig) -> Iterator[Prepared]:
+def prepared(config: PPOConfig) -> Iterator[Facts]:
     """Run `prepare`, until the end of the context. Raises ConfigError: what is wrong."""
     with ExitStack() as stack:
         with input_errors(), start_phase("tokenizer, data, graders"):
             ready = prepare(config, stack)
             if ready.rewards.rule_grades and not (ready.rewards.asks_judge or config.env.train.tags):
                 try:
-                    grade_sample(ready.inputs.train, ready.rewards, ready.inputs.tokenizer)
+                    grade_sample(ready.train, ready.rewards, ready.tokenizer)
                 except ValueError as error:  # a grader of one's own may want answers of another form
                     logger.warning("%s", error)
         yield ready
@@ -137,7 +91,7 @@ def prepared(config: PPOConfig) -> Iterator[Prepared]:
 
 @contextmanager
 def started(
-    ready: Prepared,
+    ready: Facts,
     workers: Workers,
     confirm_folder: Callable[[], None] = lambda: None,
     kind: type[PPOTrainer] | None = None,
@@ -154,7 +108,7 @@ def started(
         again: an earlier start of this run, which saved a checkpoint, was lost: resume from the newest checkpoint of
             this run's folder, whatever trainer.resume_mode says.
     """
-    config, inputs, plan, rewards = ready.config, ready.inputs, ready.plan, ready.rewards
+    config, inputs, plan, rewards = ready.config, ready, ready.plan, ready.rewards
     inputs.tool_usage()  # what tools did in a step that was lost with an earlier start counts for no step
     with ExitStack() as stack:
         with input_errors():
@@ -183,18 +137,18 @@ def started(
             report = build_reporter(ready, speed, checkpoints.resume_step)
         stack.callback(report.close)
         loader = train_loader(config, inputs.train, plan)
-        parts = (loader, ready.costs, rewards, pools, report, stop, checkpoints, stack)
-        trainer = assemble(config, plan, inputs, *parts, kind or trainer_class(config))
+        parts = (loader, pools, report, stop, checkpoints, stack)
+        trainer = assemble(ready, *parts, kind or trainer_class(config))
         stack.callback(settle(seldom=config.trainer.launcher != "local"))
         yield trainer
 
 
-def build_reporter(ready: Prepared, speed: SpeedReport, resumed_at: int | None) -> Reporter:
+def build_reporter(ready: Facts, speed: SpeedReport, resumed_at: int | None) -> Reporter:
     """Build the run's trackers, live display and sample files.
 
     resumed_at: the step of the checkpoint it starts from.
     """
-    config, plan, inputs = ready.config, ready.plan, ready.inputs
+    config, plan, inputs = ready.config, ready.plan, ready
     settings, run_id = config.trainer, os.environ.get(RUN_ID_VARIABLE, "")
     shared = shares_prompts(config.actor_rollout_ref.model)
     spread = RowBalance(even=settings.balance_batch, cost=ready.costs.actor, share_prompts=shared)
@@ -219,12 +173,8 @@ def build_reporter(ready: Prepared, speed: SpeedReport, resumed_at: int | None) 
 
 
 def assemble(
-    config: PPOConfig,
-    plan: BatchPlan,
-    inputs: Facts,
+    facts: Facts,
     loader: PromptLoader,
-    costs: ModelCosts,
-    rewards: RewardManager,
     pools: Pools,
     report: Reporter,
     stop: StopFlag,
@@ -233,6 +183,7 @@ def assemble(
     kind: type[PPOTrainer],
 ) -> PPOTrainer:
     """Put the driver's parts around the worker groups; `stack` closes those that have to be."""
+    config, plan, costs, rewards = facts.config, facts.plan, facts.costs, facts.rewards
     settings = config.trainer
     rollout = config.actor_rollout_ref.rollout
     skips, recorded = rollout.skip_rollout, rollout.engine.recorded
@@ -258,7 +209,7 @@ def assemble(
     actor = models(ActorHandle, costs.actor, on_change=weights.changed)
     critic = models(CriticHandle, costs.critic)
     assert actor is not None
-    how = answering(config, inputs, validation=False)
+    how = answering(config, facts, validation=False)
     source = RecordedSource if skips or recorded else Collector
     collector = source(loader, rewards, replicas, how, config, plan.total_training_steps)
     stack.callback(replicas.close)
@@ -277,8 +228,8 @@ def assemble(
         weights=weights,
         rewards=rewards,
         validator=Validator(
-            lambda: validation_batches(config, inputs.val),
-            answering(config, inputs, validation=True),
+            lambda: validation_batches(config, facts.val),
+            answering(config, facts, validation=True),
             on_samples=report.validation_samples,
         ),
         checkpoints=checkpoints,

@@ -12,7 +12,7 @@ from verl_like.config.errors import input_errors
 from verl_like.data.dataset import Dataset, PromptDataset
 from verl_like.data.prompt_truth import own_text
 from verl_like.remote_storage import is_remote
-from verl_like.trainer.build import Prepared, prepare
+from verl_like.trainer.build import prepare
 from verl_like.trainer.facts import Facts
 from verl_like.trainer.folders import with_free_folder
 from verl_like.trainer.resume import find_resume, of_verl, processes_text
@@ -45,18 +45,18 @@ def dry_run(config: PPOConfig) -> list[tuple[str, str]]:
     return [*rows, ("beginning", f"{begin}; output in {config.trainer.default_local_dir}")]
 
 
-def _rows(config: PPOConfig, ready: Prepared) -> Iterator[tuple[str, str]]:
+def _rows(config: PPOConfig, ready: Facts) -> Iterator[tuple[str, str]]:
     policy, costs = config.actor_rollout_ref, ready.costs
     yield "processes", f"{ready.world_size} on {ready.device}, started by {config.trainer.launcher}"
-    name = (ready.inputs.hf_config.architectures or [ready.inputs.hf_config.model_type])[0]
+    name = (ready.hf_config.architectures or [ready.hf_config.model_type])[0]
     yield "model", f"{policy.model.path}: {name}, {_count(costs.actor.all_weights)} weights"
     if costs.critic is not None:
         yield "critic", f"{config.critic.model.path}: {_count(costs.critic.all_weights)} weights"
     yield "rollout", f"{policy.rollout.name}, up to {ready.spec.max_model_len:,} tokens a sequence"
-    yield "end tokens", end_tokens_text(policy.rollout, ready.inputs)
-    yield "training data", _data(ready.inputs, ready.inputs.train)
-    if ready.inputs.val is not None:
-        yield "validation", _data(ready.inputs, ready.inputs.val)
+    yield "end tokens", end_tokens_text(policy.rollout, ready)
+    yield "training data", _data(ready, ready.train)
+    if ready.val is not None:
+        yield "validation", _data(ready, ready.val)
     yield "batches", "\n".join(line.strip() for line in ready.plan.table().splitlines()[1:])
     yield "memory", ready.memory.text()
 
@@ -79,14 +79,14 @@ def _data(inputs: Facts, dataset: Dataset) -> str:
     return f"{text}\nthe chat template adds where there is no system message: {adds!r}" if adds else text
 
 
-def _graded(config: PPOConfig, ready: Prepared) -> str:
+def _graded(config: PPOConfig, ready: Facts) -> str:
     """Grade a sample of the rows: their reference answers against a wrong one."""
     turns = config.actor_rollout_ref.rollout.multi_turn
     if not ready.rewards.rule_grades:
         return "given by the reward model alone"
     if config.env.train.tags or (turns.enable and turns.environment_path is not None):
         return "given by the environment"
-    return table(grade_sample(ready.inputs.train, ready.rewards, ready.inputs.tokenizer))
+    return table(grade_sample(ready.train, ready.rewards, ready.tokenizer))
 
 
 def _count(number: int) -> str:

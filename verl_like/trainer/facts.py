@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -17,12 +16,14 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from verl_like.config import DataConfig, PPOConfig
 from verl_like.config.batch_plan import BatchPlan
-from verl_like.config.doctor_paths import DATA_FILES
+from verl_like.config.doctor_paths import DATA_FILES, Files
 from verl_like.config.errors import raise_if_any
 from verl_like.config.placement import has_further_pools
-from verl_like.config.roles import CRITIC, REWARD, RoleConfig, reward_network
+from verl_like.config.roles import RoleConfig
 from verl_like.data.dataset import Dataset, make_encoder
 from verl_like.data.foreign import build_dataset
+from verl_like.data.loader import PromptLoader
+from verl_like.data.sampler import ResumableSampler, Sampler
 from verl_like.data.templates import SYSTEM_PROMPTS
 from verl_like.episodes.episode import EpisodeRunner, SingleTurn, Toolbox
 from verl_like.models.loading import end_token_ids, load_hf_config, load_tokenizer
@@ -30,28 +31,28 @@ from verl_like.models.location import missing_places
 from verl_like.models.vision import VisionProcessor, processor_of
 from verl_like.registry import part
 from verl_like.rewards.manager import RewardManager
-from verl_like.trainer.inputs import max_model_len
+from verl_like.trainer.costs import Forecast, ModelCosts
+from verl_like.trainer.folders import profile_dir
 from verl_like.trainer.reward_models import load_reward_model
+from verl_like.user_code import external_modules
+from verl_like.workers.spec import WorkerSpec
 
 T = TypeVar("T")
 _MODEL = "actor_rollout_ref.model.path"
 
 
-def fact(load: Callable[[Any], T]) -> functools.cached_property[T]:
-    """Make a method a fact: an attribute that is loaded once, whose ValueError or OSError stays what it is."""
-    name = load.__name__
+class Fact(functools.cached_property[T]):
+    """Attribute that is loaded when it is first read; its ValueError or OSError, too, is the same from then on."""
 
-    @functools.wraps(load)
-    def loaded(facts: Facts) -> T:
+    def __get__(self, facts: Any, owner: type[Any] | None = None) -> T:  # pyright: ignore[reportIncompatibleMethodOverride]
+        name = str(self.attrname)
         if name in facts.failed:
             raise facts.failed[name]
         try:
-            return load(facts)
+            return super().__get__(facts, owner)
         except (ValueError, OSError) as error:
             facts.failed[name] = error
             raise
-
-    return functools.cached_property(loaded)
 
 
 class Facts:
@@ -74,7 +75,7 @@ class Facts:
         except (ValueError, OSError):
             return None
 
-    @fact
+    @Fact
     def world(self) -> tuple[str, int]:
         """Device, and ranks per node."""
         return resolve_world(self.config)
@@ -84,7 +85,7 @@ class Facts:
         """Type of the device: cuda, cpu."""
         return self.world[0]
 
-    @fact
+    @Fact
     def missing(self) -> dict[tuple[str, str], str]:
         """What is wrong with the places of models, tokenizers and data, by (key, path)."""
         return missing_places(self.config, *(DATA_FILES if self.trains else DATA_FILES[1:]))
@@ -92,12 +93,12 @@ class Facts:
     def _require(self, path: str) -> None:
         raise_if_any([text for (_, place), text in self.missing.items() if place == path])
 
-    @fact
+    @Fact
     def data(self) -> DataConfig:
         """data.*, with the system prompt that data.system_prompt=auto means."""
         return with_system_prompt(self.config)
 
-    @fact
+    @Fact
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Tokenizer of the policy."""
         model, data = self.config.actor_rollout_ref.model, self.config.data
@@ -108,47 +109,35 @@ class Facts:
             tokenizer.chat_template = model.custom_chat_template
         return tokenizer
 
-    @fact
+    @Fact
     def hf_config(self) -> PretrainedConfig:
         """Hugging Face config of the policy."""
         self._require(self.config.actor_rollout_ref.model.path)
         return load_hf_config(self.config.actor_rollout_ref.model, _MODEL)
 
-    @fact
-    def critic_config(self) -> PretrainedConfig:
-        """Hugging Face config of the critic."""
-        self._require(self.config.critic.model.path)
-        return load_hf_config(self.config.critic.model, "critic.model.path")
-
-    @fact
-    def reward_config(self) -> PretrainedConfig:
-        """Hugging Face config of a reward model that gives numbers."""
-        self._require(self.config.reward_model.model.path or "")
-        return load_hf_config(reward_network(self.config.reward_model), "reward_model.model.path")
-
     def hf_config_of(self, role: RoleConfig) -> PretrainedConfig:
         """Hugging Face config of a role's model."""
-        return getattr(self, {CRITIC: "critic_config", REWARD: "reward_config"}.get(role.name, "hf_config"))
+        if role.kind == "policy":
+            return self.hf_config
+        self._require(role.model.path)
+        return load_hf_config(role.model, f"{role.model_section}.path")
 
-    @fact
+    @Fact
     def eos_ids(self) -> tuple[int, ...]:
         """Ids that end a response."""
         return end_token_ids(self.tokenizer, self.hf_config, self.config.actor_rollout_ref.model.path, _MODEL)
 
-    @fact
+    @Fact
     def vision(self) -> VisionProcessor | None:
         """Processor of a model that looks at images."""
         return processor_of(self.config.actor_rollout_ref.model, self.hf_config)
 
-    @fact
+    @Fact
     def reward_tokenizers(self) -> tuple[Any, Any] | None:
         """Tokenizers of the policy's texts and of the reward model, where these differ."""
-        if self.config.reward_model.enable:
-            self._require(self.config.reward_model.model.path or "")
-            self._require(self.config.reward_model.model.input_tokenizer or "")
         return load_reward_model(self.config)
 
-    @fact
+    @Fact
     def toolbox(self) -> Toolbox | None:
         """Tools and environments of the run; None where it has none."""
         return part("tools", "open")(self.config, self._stack)
@@ -157,50 +146,92 @@ class Facts:
         """Metrics of the tools since the last time."""
         return {} if self.toolbox is None else self.toolbox.take_usage()
 
-    @fact
+    @Fact
     def _of_environments(self) -> tuple[Dataset, Dataset | None]:
         return part("environments", "datasets")(self.config, make_encoder(self.data, self.tokenizer))
 
-    @fact
+    @Fact
     def train(self) -> Dataset:
         """Training set."""
-        if self.config.env.train.tags:
-            return self._of_environments[0]
-        return self._dataset("train") if self.trains else required(self.val)
+        return required(self._dataset("train", self.data.train_files) if self.trains else self.val)
 
-    @fact
+    @Fact
     def val(self) -> Dataset | None:
         """Validation set, where there is one."""
-        if self.config.env.train.tags:
-            return self._of_environments[1]
-        return self._dataset("val") if self.config.data.val_files else None
+        return self._dataset("val", self.data.val_files)
 
-    def _dataset(self, split: str) -> Dataset:
+    def _dataset(self, split: str, files: Files) -> Dataset | None:
+        if self.config.env.train.tags:
+            return self._of_environments[split == "val"]
+        if split == "val" and not files:
+            return None
         options: dict[str, Any] = {"seed": self.config.trainer.seed, "vision": self.vision}
         options["tools"] = () if self.toolbox is None else self.toolbox.schemas
         options["limit_images"] = self.config.actor_rollout_ref.rollout.limit_images
-        files = self.data.train_files if split == "train" else self.data.val_files
         return build_dataset(self.data, files, self.tokenizer, split=split, **options)
 
-    @fact
+    @Fact
     def plan(self) -> BatchPlan:
         """Sizes of the run; without its lengths where the training set is not known."""
         train: Dataset | None = self.known("train")
         rows = None if train is None else len(train)
         return BatchPlan.build(self.config, self.config.trainer.nnodes * self.world[1], rows)
 
-    @fact
+    @Fact
     def max_model_len(self) -> int:
-        """Most tokens of a prompt with its response."""
-        return max_model_len(self.config, self.hf_config)
+        """Tokens of prompt plus response that the rollout engine must hold, at most as many as the model can."""
+        data, rollout = self.config.data, self.config.actor_rollout_ref.rollout
+        needed = data.max_prompt_length + data.max_response_length
+        length = rollout.max_model_len or needed
+        if length < needed:
+            raise ValueError(
+                f"actor_rollout_ref.rollout.max_model_len={length} is less than data.max_prompt_length + "
+                f"data.max_response_length = {needed}; raise it or leave it null"
+            )
+        positions = self.hf_config.get_text_config().max_position_embeddings
+        if length > positions:
+            raise ValueError(
+                f"prompt plus response may have {length} tokens (data.max_prompt_length={data.max_prompt_length} + "
+                f"data.max_response_length={data.max_response_length}, or rollout.max_model_len), but the model has "
+                f"{positions} positions (max_position_embeddings); lower the lengths"
+            )
+        return length
 
-    @fact
+    @Fact
+    def costs(self) -> ModelCosts:
+        """Floating-point operations and bytes of the models' passes."""
+        return ModelCosts.of(self.config, self.plan)
+
+    @property
+    def world_size(self) -> int:
+        """Number of worker processes."""
+        return self.plan.world_size
+
+    @property
+    def spec(self) -> WorkerSpec:
+        """What each worker is built from."""
+        return WorkerSpec(
+            config=self.config,
+            plan=self.plan,
+            tokenizer_size=len(self.tokenizer),
+            max_model_len=self.max_model_len,
+            profile_dir=str(profile_dir(self.config)),
+            external_modules=external_modules(),
+        )
+
+    @Fact
+    def memory(self) -> Forecast:
+        """Forecast of each phase's memory, which is logged."""
+        processes = self.plan.pools[0].world_size, self.world[1]
+        return part("forecast", "memory")(self.config, self.hf_config, self.costs, self.device, *processes)
+
+    @Fact
     def rewards(self) -> RewardManager:
         """Graders of the run, started; without a tokenizer, where there is none, they can only be looked at."""
         sections = (self.config.custom_reward_function, self.config.reward_model, self.config.data)
         return self._stack.enter_context(RewardManager(*sections, self.known("tokenizer")))
 
-    @fact
+    @Fact
     def runner(self) -> EpisodeRunner:
         """How a prompt becomes an episode, in training and in validation; agent loops are started."""
         config, ids = self.config, (self.tokenizer, self.eos_ids)
@@ -245,3 +276,37 @@ def required(known: T | None) -> T:
     """Return a value that is known in this case: a length that a plan built with the size of the data has, say."""
     assert known is not None
     return known
+
+
+def train_loader(config: PPOConfig, dataset: Dataset, plan: BatchPlan) -> PromptLoader:
+    """Load the training prompts from the first one on, in the order of `train_sampler`.
+
+    Raises ValueError for a sampler that cannot be used in this run.
+    """
+    size = plan.prompts_per_draw
+    loader = PromptLoader(dataset, train_sampler(config, dataset, size), size, drop_last=not plan.draws_until_full)
+    if config.asynchronous and loader.learns:
+        raise ValueError(
+            f"trainer.mode={config.trainer.mode} with a data.sampler that learns from each batch: prompts are drawn "
+            "before the batches that it would learn from; set trainer.mode=sync"
+        )
+    return loader
+
+
+def train_sampler(config: PPOConfig, dataset: Dataset, batch_size: int) -> Sampler:
+    """Build the user's sampler, or one of rows by data.domain_weights, or of all rows alike.
+
+    The seed is data.seed, or else trainer.seed.
+    """
+    data = config.data
+    if data.sampler.class_path is not None:
+        return part("sampler", "own")(data, dataset)
+    seed = config.trainer.seed if data.seed is None else data.seed
+    if not data.domain_weights:
+        shuffle = data.shuffle and not config.env.train.tags  # groups take turns, and their starts are random as it is
+        return ResumableSampler(len(dataset), shuffle=shuffle, seed=seed, identity=dataset.identity())
+    weights, identity = data.domain_weights, dataset.identity()
+    weighted = part("sampler", "weighted")
+    sampler = weighted(dataset.domains(), weights, shuffle=data.shuffle, seed=seed, identity=identity)
+    sampler.check_batch(batch_size)
+    return sampler

@@ -19,11 +19,12 @@ import torch
 
 from verl_like.batch import PromptRow, Rollouts, Scores, pad_rows
 from verl_like.config import PPOConfig
-from verl_like.data.dataset import Dataset
+from verl_like.config.roles import generates
+from verl_like.data.dataset import Dataset, PromptDataset
 from verl_like.rewards.grading import RewardError
 from verl_like.rewards.manager import RewardManager
 from verl_like.trainer.facts import Facts
-from verl_like.trainer.inputs import refuse_missing_answers
+from verl_like.user_code import is_reference
 
 logger = logging.getLogger(__name__)
 
@@ -169,6 +170,32 @@ def try_rewards(config: PPOConfig, facts: Facts, rewards: RewardManager) -> None
     try_out(facts.train, rewards)
     if config.data.self_check_rows and rewards.rule_grades:
         self_check(facts.train, rewards, facts.tokenizer, config.data.self_check_rows)
+
+
+def refuse_missing_answers(config: PPOConfig, dataset: Dataset) -> None:
+    """Refuse a file without reference answers where built-in graders compare with them (ValueError).
+
+    Warns of a file in which some rows have none.
+    """
+    reward = config.reward_model
+    own = config.custom_reward_function.path is not None or reward.judge.url is not None
+    parts = [name for table in reward.weights.values() for name in table]
+    others = [reward.rule or "", *reward.rule_by_source.values(), reward.reward_manager, *parts]
+    own = own or generates(reward, config.custom_reward_function)
+    if own or (reward.enable and reward.rule_weight == 0) or any(map(is_reference, others)):
+        return
+    if type(dataset) is not PromptDataset:  # a class of the user's may know answers
+        return
+    for file, missing, used in dataset.without_ground_truth():
+        rows = ", ".join(map(str, missing[:5])) + ", ..." * (len(missing) > 5)
+        told = f"{file.path}: {len(missing):,} of {used:,} rows have no reference answer (null or empty): row {rows}"
+        if len(missing) > reward.max_failure_fraction * used:
+            raise ValueError(
+                f"{told} (it has the columns {', '.join(file.rows.columns)}); set data.ground_truth_key to the column "
+                "with the answers, or grade without them: custom_reward_function.path"
+            )
+        if missing:
+            logger.warning("%s. Their responses get no reward: leave these rows out", told)
 
 
 def _chosen(domains: Sequence[str], rows_per_source: int) -> list[int]:

@@ -28,8 +28,9 @@ from verl_like.observe.logs import setup_driver_logging, told_in_a_line
 from verl_like.observe.redaction import hidden, print_hidden, remember, secrets_of
 from verl_like.observe.run_folder import CONFIG
 from verl_like.parallel.host_memory import tells_of_memory
-from verl_like.trainer.build import Prepared, prepare, prepared, started
+from verl_like.trainer.build import prepare, prepared, started
 from verl_like.trainer.compose import save_resolved
+from verl_like.trainer.facts import Facts
 from verl_like.trainer.folders import check_output_folders, log_dir, profile_dir, with_free_folder
 from verl_like.trainer.nsight import restart_under_nsight
 from verl_like.trainer.own_code import check_given, with_reward
@@ -118,7 +119,7 @@ def opened(config: PPOConfig, *own: Any, **more: Any) -> Iterator[PPOTrainer]:
 class _Run:
     """Run that can be started: all checks passed, its folder held, its graders running, its Ray kept."""
 
-    ready: Prepared
+    ready: Facts
     launcher: Launcher
     confirm: Callable[[], None]
     kind: type[PPOTrainer] | None

@@ -1,4 +1,7 @@
-"""Checks of what a run asks of this machine, its packages, its network and its model, before anything is started."""
+"""Checks of what a run asks of this machine, its packages, its network, its model and its data, before anything starts.
+
+`problems` is the list of a start. Each part's own check stands in its package, and takes the facts that it needs.
+"""
 
 from __future__ import annotations
 
@@ -8,31 +11,34 @@ import socket
 import sys
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
-from verl_like.config import PPOConfig, RolloutConfig
+from verl_like.config import DataConfig, PPOConfig, RolloutConfig
 from verl_like.config.engines import ENGINES
-from verl_like.config.errors import problems_of
+from verl_like.config.errors import ConfigError, problems_of
 from verl_like.config.reward_rollout import RewardRolloutConfig
-from verl_like.config.roles import CRITIC, REWARD, RoleConfig, generates, roles_of
+from verl_like.config.roles import REWARD, RoleConfig, generates, needs_critic, roles_of
 from verl_like.config.rollout import runs_agent_loops, runs_programs
-from verl_like.data.dataset import make_encoder
+from verl_like.data.dataset import Dataset, make_encoder
+from verl_like.data.foreign import ForeignDataset
+from verl_like.data.media import DEFAULT_MEDIA_KEYS
 from verl_like.data.prompt_truth import own_text
-from verl_like.models import blocks, families, loading, lora
+from verl_like.models import blocks, loading, lora
+from verl_like.models.families import frozen_tower, refuse_vision, sees
 from verl_like.models.tensor_plan import check_model
 from verl_like.registry import part
 from verl_like.remote_storage import is_remote
 from verl_like.rollout.build import require_heads, require_quantization
 from verl_like.rollout.sampling import require_tokens_left, train_sampling, validation_sampling
-from verl_like.trainer.facts import Facts, resolve_world
+from verl_like.trainer.facts import Facts, resolve_world, train_loader
 from verl_like.trainer.folders import check_output_folders
-from verl_like.trainer.inputs import check_adapter, check_vision, refuse_media, refuse_media_keys, train_loader
-from verl_like.trainer.nsight import check_nsight, wants_nsight
+from verl_like.trainer.nsight import check_nsight
 from verl_like.trainer.own_code import check_own_code
 from verl_like.trainer.resume import find_resume
 from verl_like.trainer.reward_check import check_rewards
@@ -51,13 +57,11 @@ def early_problems(config: PPOConfig) -> list[str]:
     """List what is known before a run has a log: folders that cannot be written, a profiler, an absent checkpoint."""
     mode, resume = config.trainer.resume_mode, str(config.trainer.resume_from_path)
     absent = mode == "resume_path" and not (is_remote(resume) or Path(resume).expanduser().is_dir())
-    return list(
-        problems_of(
-            lambda: check_output_folders(config, make=False),
-            lambda: check_nsight(config, resolve_world(config)[0]) if wants_nsight(config) else None,
-            lambda: find_resume(config) if absent else None,
-        )
-    )
+    return [
+        *problems_of(lambda: check_output_folders(config, make=False)),
+        *problems_of(lambda: check_nsight(config, resolve_world(config)[0])),
+        *problems_of(lambda: find_resume(config) if absent else None),
+    ]
 
 
 def problems(facts: Facts) -> Iterator[str]:
@@ -66,21 +70,25 @@ def problems(facts: Facts) -> Iterator[str]:
     A fact that cannot be loaded is told where it is read first; checks that need it are left out.
     """
     config, rollout = facts.config, facts.config.actor_rollout_ref.rollout
-    if rollout.engine.endpoint:
+    if facts.trains and rollout.engine.endpoint:
         yield (
             "actor_rollout_ref.rollout.name=openai: an endpoint takes no weights, so there is nothing to train or to "
             "validate in a run; `verl-like eval` asks it, or set name=vllm"
         )
+    if facts.trains:
+        yield from problems_of(
+            lambda: require_quantization(rollout, facts.device),
+            lambda: check_machine(config, facts),
+            lambda: require_heads(rollout, facts.hf_config, facts.device),
+            lambda: check_sampling(config, facts),
+            lambda: facts.plan,
+            lambda: facts.known("train") and train_loader(config, facts.train, facts.plan),
+        )
     yield from problems_of(
-        lambda: require_quantization(rollout, facts.device),
-        lambda: check_machine(config, facts),
+        lambda: facts.device,
         lambda: check_own_code(config),
-        lambda: check_inputs(config, facts),
-        lambda: require_heads(rollout, facts.hf_config, facts.device),
-        lambda: check_sampling(config, facts),
         lambda: check_models(config, facts),
-        lambda: facts.plan,
-        lambda: check_sampler(config, facts),
+        lambda: check_data(config, facts),
         lambda: facts.max_model_len,
         lambda: facts.rewards,
         lambda: check_rewards(facts),
@@ -90,14 +98,17 @@ def problems(facts: Facts) -> Iterator[str]:
 
 def check_machine(config: PPOConfig, facts: Facts) -> Iterator[str]:
     """Compare counts with this machine's memory, engines with its packages, and ask addresses for an answer."""
-    yield from problems_of(*_engines(config))
+    yield from problems_of(lambda: _check_engines(config))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for key, value, times, (each, what) in _counts(config, facts.known("device")):
-        if value * times * each > memory:
-            yield (
-                f"{key}={value}: {value * times:,} {what} of at least {each / 1e6:g} MB are more than this machine's "
-                f"{memory / 1e9:.0f} GB of memory; lower it to {memory / each / times:,.0f} at most"
-            )
+    crowds = [
+        f"{key}={value}: {value * times:,} {what} of at least {each / 1e6:g} MB are more than this machine's "
+        f"{memory / 1e9:.0f} GB of memory; lower it to {memory / each / times:,.0f} at most"
+        for key, value, times, (each, what) in _counts(config, facts.known("device"))
+        if value * times * each > memory
+    ]
+    if crowds:  # which are not to be started
+        facts.failed |= dict.fromkeys(("toolbox", "train", "val", "rewards", "runner"), ConfigError(crowds))
+    yield from crowds
     yield from (text for key, url in _urls(config).items() if (text := unreachable(key, url)))
     ray, nodes = config.ray_init, config.trainer.nnodes
     if config.trainer.launcher == "local":
@@ -134,17 +145,17 @@ def _counts(config: PPOConfig, device: str | None) -> list[tuple[str, int, int, 
     return [(key, value, times, takes) for used, key, value, times, takes in rows if used]
 
 
-def _engines(config: PPOConfig) -> Iterator[Callable[[], object]]:
-    """Yield the checks that the chosen engines are installed, and that vLLM takes its arguments."""
+def _check_engines(config: PPOConfig) -> Iterator[str]:
+    """Check that chosen engines are installed, and that vLLM takes its arguments."""
     chosen: dict[str, RolloutConfig | RewardRolloutConfig] = {_ROLLOUT: config.actor_rollout_ref.rollout}
     if generates(config.reward_model, config.custom_reward_function):
         chosen["reward_model.rollout"] = config.reward_model.rollout
     for section, rollout in chosen.items():
         kind, key = ENGINES[str(rollout.name)], f"{section}.name"
         if kind.installed is not None:
-            yield partial(load(kind.installed, key), key)
+            yield from problems_of(partial(load(kind.installed, key), key))
         if section == _ROLLOUT and kind.require_arguments is not None:
-            yield partial(load(kind.require_arguments, key), rollout, section)
+            yield from problems_of(partial(load(kind.require_arguments, key), rollout, section))
 
 
 def _urls(config: PPOConfig) -> dict[str, str]:
@@ -174,8 +185,8 @@ def unreachable(key: str, url: str) -> str | None:
     return None
 
 
-def check_inputs(config: PPOConfig, facts: Facts) -> Iterator[str]:
-    """Check tokenizer, models, tools and data, each by itself and against each other."""
+def check_models(config: PPOConfig, facts: Facts) -> Iterator[str]:
+    """Check tokenizer and models: places, files, kinds, sizes, modules that keys name, backends, a compiler."""
     yield from facts.missing.values()
     yield from problems_of(
         lambda: facts.toolbox,
@@ -183,23 +194,61 @@ def check_inputs(config: PPOConfig, facts: Facts) -> Iterator[str]:
         lambda: facts.hf_config,
         lambda: facts.eos_ids,
         lambda: check_vision(config, facts.hf_config),
-        *(partial(_role_inputs, role, facts) for role in roles_of(config).values()),
+        *(partial(_check_role, role, facts) for role in roles_of(config).values()),
         lambda: _check_vocabulary(config, facts),
         lambda: facts.reward_tokenizers,
-        lambda: check_data(config, facts),
     )
 
 
-def _role_inputs(role: RoleConfig, facts: Facts) -> Iterator[str]:
-    """Check that a role's processes can split its model and its rows, and that its adapters fit."""
-    model, hf_config = role.model, facts.hf_config_of(role)
-    if role.name == CRITIC:
-        families.refuse_vision(hf_config, "critic.model.path", "name a text model")
+def _check_role(role: RoleConfig, facts: Facts) -> Iterator[str]:
+    """Check that the processes of a role can split its model and its rows, and build and train it."""
+    model, hf_config, device = role.model, facts.hf_config_of(role), facts.known("device")
+    if role.kind == "value":
+        refuse_vision(hf_config, f"{role.model_section}.path", "name a text model")
     yield from problems_of(
-        lambda: loading.check_ulysses(model, hf_config, role.ulysses if role.kind == "policy" else 1),
+        lambda: loading.check_ulysses(model, hf_config, role.ulysses),
         lambda: check_model(model, hf_config, role.tensor, role.tensor_key),
-        lambda: check_adapter(role, hf_config),
     )
+    if role.name == REWARD:
+        if facts.config.reward_model.worker_class is not None:
+            return  # it may load what it likes
+        loading.check_score_head(model, hf_config, f"{role.model_section}.path")
+    section = role.model_section.removesuffix("model")
+    yield from problems_of(lambda: _check_modules(role, hf_config, facts.trains), prefix=section)
+    if facts.trains and device is not None:
+        yield from problems_of(
+            lambda: loading.check_backend(model, hf_config, torch.device(device)),
+            lambda: blocks.check_compiler(torch.device(device)) if role.compile_blocks else None,
+            prefix=section,
+        )
+
+
+def _check_modules(role: RoleConfig, hf_config: PretrainedConfig, trains: bool) -> Iterator[str]:
+    """Check a role's weights and adapters, and the modules that its keys name; keys begin with the role's section."""
+    model, whole = role.model, loading.build_meta_model(role.model, hf_config, kind=role.kind)
+    if trains:
+        yield from problems_of(lambda: loading.check_weights(model, whole))
+    if role.optim is not None and model.lora_rank > 0:
+        tower = frozen_tower(whole.hf, frozen=role.freeze_vision_tower)
+        lora.attach(whole.hf, model, dtype=torch.float32, seed=0, left_out=tower)
+        if model.lora_adapter_path is not None:
+            yield from problems_of(lambda: lora.load_adapter(whole.hf, model))
+    if trains:
+        inside = role.sharding_section.removeprefix(role.model_section.removesuffix("model"))
+        yield from problems_of(lambda: loading.sharding_units(whole, role.fsdp), prefix=f"{inside}.")
+
+
+def check_vision(config: PPOConfig, hf_config: PretrainedConfig) -> None:
+    """Refuse options that a vision-language model cannot have, before anything heavy is started (ValueError)."""
+    model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
+    if not sees(hf_config):
+        return
+    if lora.adapters_apart(model):
+        refuse_vision(hf_config, "model.lora.merge=False", "set it to True")
+    if actor.use_torch_compile:
+        refuse_vision(hf_config, "actor_rollout_ref.actor.use_torch_compile=True", "set it to False")
+    if needs_critic(config.critic, config.algorithm):
+        refuse_vision(hf_config, "a critic", "use an estimator without one, for instance algorithm.adv_estimator=grpo")
 
 
 def _check_vocabulary(config: PPOConfig, facts: Facts) -> None:
@@ -209,69 +258,6 @@ def _check_vocabulary(config: PPOConfig, facts: Facts) -> None:
             f"actor_rollout_ref.model.path={model.path}: its vocabulary has {vocab_size} ids, but the tokenizer "
             f"({config.data.tokenizer or model.path}) knows {known}; set data.tokenizer to the model's own tokenizer"
         )
-
-
-def check_data(config: PPOConfig, facts: Facts) -> Iterator[str]:
-    """Check the rows, and what they name, against model, tools and agent loops.
-
-    One fault of rows at a time, as it is mostly a key that does not fit, and so that of both sets.
-    """
-    yield from problems_of(lambda: (facts.val, facts.train))
-    sets = facts.known("train"), facts.known("val")
-
-    def check_rows() -> None:
-        for split, dataset in zip(("train", "val"), sets, strict=True):
-            if dataset is not None and (facts.trains or split == "val"):
-                refuse_media(dataset, f"data.{split}_files", facts.hf_config)
-                dataset.check_rows()
-        refuse_media_keys(facts.data, facts.hf_config)
-        if adds := own_text(make_encoder(facts.data, facts.tokenizer)):
-            logger.info("the chat template adds where there is no system message: %r", adds)
-
-    yield from problems_of(
-        lambda: part("loops", "check")(sets, config.actor_rollout_ref.rollout),
-        lambda: part("tools", "check")(sets, facts.toolbox),
-        check_rows,
-    )
-
-
-def check_sampler(config: PPOConfig, facts: Facts) -> None:
-    """Check that prompts can be drawn; raises ValueError otherwise."""
-    if (train := facts.known("train")) is not None:
-        learns = train_loader(config, train, facts.plan).learns
-        if config.asynchronous and learns:
-            raise ValueError(
-                f"trainer.mode={config.trainer.mode} with a data.sampler that learns from each batch: prompts are "
-                "drawn before the batches that it would learn from; set trainer.mode=sync"
-            )
-
-
-def check_models(config: PPOConfig, facts: Facts) -> Iterator[str]:
-    """Check the trainer's models: modules that keys name, weights, backends, a compiler."""
-    own_class = config.reward_model.worker_class is not None  # it may load what it likes
-    roles = [role for role in roles_of(config).values() if role.name != REWARD or not own_class]
-    yield from problems_of(*(partial(_role_model, role, facts) for role in roles))
-
-
-def _role_model(role: RoleConfig, facts: Facts) -> Iterator[str]:
-    model, hf_config, section = role.model, facts.hf_config_of(role), role.model_section.removesuffix("model")
-
-    def check_whole() -> Iterator[str]:
-        built = loading.build_meta_model(model, hf_config, kind=role.kind)
-        yield from problems_of(lambda: loading.check_weights(model, built))
-        frozen = role.freeze_vision_tower and families.sees(hf_config)
-        tower = built.hf.base_model.get_submodule("visual") if frozen else None
-        if role.optim is not None and model.lora_rank > 0 and not role.is_base_of_actor:
-            yield from problems_of(lambda: lora.attach(built.hf, model, dtype=torch.float32, seed=0, left_out=tower))
-        inside = f"{role.sharding_section.removeprefix(section)}."
-        yield from problems_of(lambda: loading.sharding_units(built, role.fsdp), prefix=inside)
-
-    yield from problems_of(
-        lambda: loading.check_backend(model, hf_config, torch.device(facts.device)),
-        lambda: blocks.check_compiler(torch.device(facts.device)) if role.compile_blocks else None,
-        check_whole,
-        prefix=section,
-    )
 
 
 def check_sampling(config: PPOConfig, facts: Facts) -> None:
@@ -290,4 +276,50 @@ def check_sampling(config: PPOConfig, facts: Facts) -> None:
             raise ValueError(
                 f"{section}.stop_token_ids={keys.stop_token_ids}: the model's tokens are 0 to {size - 1}; leave the "
                 "others out"
+            )
+
+
+def check_data(config: PPOConfig, facts: Facts) -> Iterator[str]:
+    """Check the rows, and what they name, against model, tools and agent loops.
+
+    One fault of rows at a time: it is mostly a key that does not fit, and so a fault of both sets.
+    """
+    yield from problems_of(lambda: (facts.val, facts.train))
+    sets = facts.known("train"), facts.known("val")
+    yield from problems_of(
+        lambda: part("loops", "check")(sets, config.actor_rollout_ref.rollout),
+        lambda: part("tools", "check")(sets, facts.toolbox),
+    )
+    for split, dataset in zip(("train", "val"), sets, strict=True):
+        if dataset is not None and (facts.trains or split == "val"):
+            refuse_media(dataset, f"data.{split}_files", facts.hf_config)
+            dataset.check_rows()
+    refuse_media_keys(facts.data, facts.hf_config)
+    if adds := own_text(make_encoder(facts.data, facts.tokenizer)):
+        logger.info("the chat template adds where there is no system message: %r", adds)
+
+
+def refuse_media(dataset: Dataset, key: str, hf_config: PretrainedConfig) -> None:
+    """Refuse rows with images or videos that the model, or the data set's class, has no use for (ValueError)."""
+    if not dataset.num_media():
+        return
+    if not sees(hf_config):
+        raise ValueError(
+            f"{key}: {dataset.num_media()} rows have images or videos (data.image_key, data.video_key), but the model "
+            f"(model_type {hf_config.model_type}) reads text only. Leave such rows out"
+        )
+    if isinstance(dataset, ForeignDataset):
+        raise ValueError(
+            f"{key}: the class of data.custom_cls gives pixels (multi_modal_data), which are not available: derive it "
+            "from PromptDataset, whose rows name their images"
+        )
+
+
+def refuse_media_keys(data: DataConfig, hf_config: PretrainedConfig) -> None:
+    """Refuse columns of images or videos that were named for a model which reads text only (ValueError)."""
+    for kind, column in (("image", data.image_key), ("video", data.video_key)):
+        if column not in (None, DEFAULT_MEDIA_KEYS[kind]) and not sees(hf_config):
+            raise ValueError(
+                f"data.{kind}_key={column}: the model (model_type {hf_config.model_type}) reads text only; set the key "
+                "to null, or choose a model that sees"
             )
