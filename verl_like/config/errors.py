@@ -36,10 +36,17 @@ class RunStopped(RuntimeError):
     """The run cannot go on for a reason that its user can act on: the message says all, a traceback adds nothing."""
 
 
-def raise_if_any(problems: Sequence[str]) -> None:
-    """Raise ConfigError unless the list is empty."""
-    if problems:
-        raise ConfigError(problems)
+def raise_if_any(problems: Iterable[str]) -> None:
+    """Raise ConfigError with these problems, each once, unless there are none.
+
+    What several checks find is told in the words of the first; a later one may have put a section before its key.
+    """
+    found: list[str] = []
+    for problem in problems:
+        if not any(told and problem.endswith(told) for told in found):
+            found.append(problem)
+    if found:
+        raise ConfigError(found)
 
 
 def problems_of(*checks: Callable[[], object], prefix: str = "") -> Iterator[str]:
@@ -54,15 +61,3 @@ def problems_of(*checks: Callable[[], object], prefix: str = "") -> Iterator[str
         except (ValueError, OSError) as error:
             logger.debug("the run's inputs are refused", exc_info=True)
             yield from (f"{prefix}{text}" for text in getattr(error, "problems", [str(error)]))
-
-
-def raise_all(problems: Iterable[str]) -> None:
-    """Raise ConfigError for what is wrong, each problem once, unless nothing is.
-
-    One fault that several checks meet is told by the first; a later one may have put a section before its key.
-    """
-    found: list[str] = []
-    for problem in problems:
-        if not any(told and problem.endswith(told) for told in found):
-            found.append(problem)
-    raise_if_any(found)

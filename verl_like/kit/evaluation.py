@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from verl_like.batch import Rollouts, Scores, whole_episodes
 from verl_like.config import DataConfig, PPOConfig
-from verl_like.config.errors import ConfigError, input_errors, raise_all
+from verl_like.config.errors import ConfigError, input_errors, raise_if_any
 from verl_like.data.loader import PromptLoader
 from verl_like.data.sampler import ResumableSampler
 from verl_like.episodes.collector import Collector
@@ -78,7 +78,7 @@ def evaluate(config: PPOConfig) -> Evaluation:
     with ExitStack() as stack:
         with input_errors():
             facts = Facts(config, stack, trains=False)
-            raise_all(problems(facts))
+            raise_if_any(problems(facts))
         dataset, device, rewards = required(facts.val), facts.device, facts.rewards
         how, rollout = build.answering(config, facts, validation=True), config.actor_rollout_ref.rollout
         if rollout.engine.endpoint:

@@ -33,11 +33,6 @@ def missing_places(config: PPOConfig, *data_keys: str) -> dict[tuple[str, str], 
     return {place: problem for place, problem in found.items() if problem is not None}
 
 
-def check_locations(config: PPOConfig, *data_keys: str) -> None:
-    """List all that `missing_places` finds in one ConfigError."""
-    raise_if_any(list(missing_places(config, *data_keys).values()))
-
-
 def check_location(key: str, path: str, *files: str) -> None:
     """Raise ConfigError for the problem that `location_problem` finds."""
     problem = location_problem(key, path, *files)

@@ -14,6 +14,7 @@ import traceback
 from bisect import insort
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,6 +77,9 @@ class HFRolloutEngine(SteppedRolloutEngine):
         self.prefilled_tokens = 0
         """Tokens of prompts, and of responses that were begun before, that were computed since the start."""
         self._loop = StepLoop(self, device=process.device)
+
+    def effective(self) -> dict[str, Any]:
+        return {"dtype": next(self._module.parameters()).dtype, "max_num_seqs": self._max_num_seqs}
 
     # What the step loop calls.
 

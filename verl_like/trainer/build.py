@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +16,7 @@ from verl_like.checkpoint.layout import recover
 from verl_like.cluster.lifecycle import StopFlag, graceful_interrupt
 from verl_like.cluster.worker_group import RUN_ID_VARIABLE
 from verl_like.config import PPOConfig
-from verl_like.config.errors import input_errors, raise_all
+from verl_like.config.errors import input_errors, raise_if_any
 from verl_like.config.roles import ACTOR, ROLLOUT
 from verl_like.config.schema import to_dict
 from verl_like.data.dataset import Dataset
@@ -37,7 +38,7 @@ from verl_like.trainer.checkpoints import Checkpoints
 from verl_like.trainer.costs import SpeedReport
 from verl_like.trainer.dispatch import RowBalance
 from verl_like.trainer.facts import Facts, required, train_loader
-from verl_like.trainer.folders import log_dir
+from verl_like.trainer.folders import log_dir, profile_dir
 from verl_like.trainer.own_code import trainer_class
 from verl_like.trainer.ppo import PPOTrainer
 from verl_like.trainer.recording import RecordedSource, Recorder
@@ -54,6 +55,8 @@ from verl_like.trainer.state import TrainState
 from verl_like.trainer.validation import Validator
 from verl_like.trainer.weights import Weights
 from verl_like.trainer.workers import Pools, Workers
+from verl_like.user_code import external_modules
+from verl_like.workers.spec import WorkerSpec
 
 logger = logging.getLogger(__name__)
 Handle = TypeVar("Handle", bound=RoleHandle)
@@ -69,8 +72,8 @@ def prepare(config: PPOConfig, stack: ExitStack, told: Iterable[str] = ()) -> Fa
     told: problems that are known already. Raises ConfigError with these and all that can be told besides.
     """
     facts = Facts(config, stack)
-    raise_all([*told, *problems(facts)])
-    logger.info("%d process(es) on %s; %s", facts.world_size, facts.device, facts.plan.table())
+    raise_if_any([*told, *problems(facts)])
+    logger.info("%d process(es) on %s; %s", facts.plan.world_size, facts.device, facts.plan.table())
     facts.known("memory")
     return facts
 
@@ -120,10 +123,20 @@ def started(
             run: dict[str, Any] = {"end_ids": inputs.eos_ids, "vision": inputs.vision, "resume": resume}
             checkpoints = Checkpoints(config.trainer, inputs.tokenizer, confirm=confirm_folder, **run)
             stack.callback(checkpoints.close)
+        spec = WorkerSpec(
+            config=config,
+            plan=plan,
+            tokenizer_size=len(ready.tokenizer),
+            max_model_len=ready.max_model_len,
+            profile_dir=str(profile_dir(config)),
+            external_modules=external_modules(),
+        )
         with start_phase(f"{plan.world_size} worker(s): weights, {config.actor_rollout_ref.rollout.name}"):
-            groups = stack.enter_context(workers(ready.spec, ready.device))
+            groups = stack.enter_context(workers(spec, ready.device))
         pools = Pools(groups, plan, config.trainer.rpc_timeout)
         logger.info("start: %s", worker_start_text(pools.ask("start_seconds")))
+        for line in dict.fromkeys(itertools.chain.from_iterable(pools.ask("differences"))):
+            logger.warning("%s", line)
         tokenizers = inputs.reward_tokenizers or (inputs.tokenizer, None)
         use_reward_model(config, plan, pools, rewards, tokenizers)
         if rewards.awaits_servers:

@@ -47,12 +47,12 @@ def dry_run(config: PPOConfig) -> list[tuple[str, str]]:
 
 def _rows(config: PPOConfig, ready: Facts) -> Iterator[tuple[str, str]]:
     policy, costs = config.actor_rollout_ref, ready.costs
-    yield "processes", f"{ready.world_size} on {ready.device}, started by {config.trainer.launcher}"
+    yield "processes", f"{ready.plan.world_size} on {ready.device}, started by {config.trainer.launcher}"
     name = (ready.hf_config.architectures or [ready.hf_config.model_type])[0]
     yield "model", f"{policy.model.path}: {name}, {_count(costs.actor.all_weights)} weights"
     if costs.critic is not None:
         yield "critic", f"{config.critic.model.path}: {_count(costs.critic.all_weights)} weights"
-    yield "rollout", f"{policy.rollout.name}, up to {ready.spec.max_model_len:,} tokens a sequence"
+    yield "rollout", f"{policy.rollout.name}, up to {ready.max_model_len:,} tokens a sequence"
     yield "end tokens", end_tokens_text(policy.rollout, ready)
     yield "training data", _data(ready, ready.train)
     if ready.val is not None:

@@ -28,14 +28,11 @@ from verl_like.data.templates import SYSTEM_PROMPTS
 from verl_like.episodes.episode import EpisodeRunner, SingleTurn, Toolbox
 from verl_like.models.loading import end_token_ids, load_hf_config, load_tokenizer
 from verl_like.models.location import missing_places
-from verl_like.models.vision import VisionProcessor, processor_of
+from verl_like.models.vision import processor_of
 from verl_like.registry import part
 from verl_like.rewards.manager import RewardManager
 from verl_like.trainer.costs import Forecast, ModelCosts
-from verl_like.trainer.folders import profile_dir
 from verl_like.trainer.reward_models import load_reward_model
-from verl_like.user_code import external_modules
-from verl_like.workers.spec import WorkerSpec
 
 T = TypeVar("T")
 _MODEL = "actor_rollout_ref.model.path"
@@ -75,28 +72,22 @@ class Facts:
         except (ValueError, OSError):
             return None
 
-    @Fact
-    def world(self) -> tuple[str, int]:
-        """Device, and ranks per node."""
-        return resolve_world(self.config)
+    world = Fact(lambda facts: resolve_world(facts.config))
+    """Device, and ranks per node."""
 
     @property
     def device(self) -> str:
         """Type of the device: cuda, cpu."""
         return self.world[0]
 
-    @Fact
-    def missing(self) -> dict[tuple[str, str], str]:
-        """What is wrong with the places of models, tokenizers and data, by (key, path)."""
-        return missing_places(self.config, *(DATA_FILES if self.trains else DATA_FILES[1:]))
+    missing = Fact(lambda facts: missing_places(facts.config, *(DATA_FILES if facts.trains else DATA_FILES[1:])))
+    """Problems with the places of models, tokenizers and data, by (key, path)."""
 
     def _require(self, path: str) -> None:
         raise_if_any([text for (_, place), text in self.missing.items() if place == path])
 
-    @Fact
-    def data(self) -> DataConfig:
-        """data.*, with the system prompt that data.system_prompt=auto means."""
-        return with_system_prompt(self.config)
+    data = Fact(lambda facts: with_system_prompt(facts.config))
+    """Section data, with the system prompt that data.system_prompt=auto means."""
 
     @Fact
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -127,20 +118,12 @@ class Facts:
         """Ids that end a response."""
         return end_token_ids(self.tokenizer, self.hf_config, self.config.actor_rollout_ref.model.path, _MODEL)
 
-    @Fact
-    def vision(self) -> VisionProcessor | None:
-        """Processor of a model that looks at images."""
-        return processor_of(self.config.actor_rollout_ref.model, self.hf_config)
-
-    @Fact
-    def reward_tokenizers(self) -> tuple[Any, Any] | None:
-        """Tokenizers of the policy's texts and of the reward model, where these differ."""
-        return load_reward_model(self.config)
-
-    @Fact
-    def toolbox(self) -> Toolbox | None:
-        """Tools and environments of the run; None where it has none."""
-        return part("tools", "open")(self.config, self._stack)
+    vision = Fact(lambda facts: processor_of(facts.config.actor_rollout_ref.model, facts.hf_config))
+    """Processor of a model that looks at images."""
+    reward_tokenizers = Fact(lambda facts: load_reward_model(facts.config))
+    """Tokenizers of the policy's texts and of the reward model, where these differ."""
+    toolbox: Fact[Toolbox | None] = Fact(lambda facts: part("tools", "open")(facts.config, facts._stack))
+    """Tools and environments; None where the run has none."""
 
     def tool_usage(self) -> dict[str, float]:
         """Metrics of the tools since the last time."""
@@ -197,27 +180,8 @@ class Facts:
             )
         return length
 
-    @Fact
-    def costs(self) -> ModelCosts:
-        """Floating-point operations and bytes of the models' passes."""
-        return ModelCosts.of(self.config, self.plan)
-
-    @property
-    def world_size(self) -> int:
-        """Number of worker processes."""
-        return self.plan.world_size
-
-    @property
-    def spec(self) -> WorkerSpec:
-        """What each worker is built from."""
-        return WorkerSpec(
-            config=self.config,
-            plan=self.plan,
-            tokenizer_size=len(self.tokenizer),
-            max_model_len=self.max_model_len,
-            profile_dir=str(profile_dir(self.config)),
-            external_modules=external_modules(),
-        )
+    costs = Fact(lambda facts: ModelCosts.of(facts.config, facts.plan))
+    """Operations and bytes of the models' passes."""
 
     @Fact
     def memory(self) -> Forecast:

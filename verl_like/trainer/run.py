@@ -21,7 +21,7 @@ from verl_like.cluster.environment import omp_threads
 from verl_like.cluster.lifecycle import StopFlag, graceful_interrupt
 from verl_like.cluster.worker_group import WorkerDied, WorkerError, WorkerTimeout, new_run_id
 from verl_like.config import PPOConfig, TrainerConfig
-from verl_like.config.errors import ConfigError, RunStopped, input_errors, problems_of, raise_all
+from verl_like.config.errors import ConfigError, RunStopped, input_errors, problems_of, raise_if_any
 from verl_like.config.schema import to_dict
 from verl_like.observe.environment import own_files, write_environment
 from verl_like.observe.logs import setup_driver_logging, told_in_a_line
@@ -161,11 +161,11 @@ def _prepared(
         if told and reward is None:  # whose graders cannot be known without the folder
             with ExitStack() as stack:
                 prepare(config, stack, told)
-        raise_all(told)
+        raise_if_any(told)
     if Path(config.trainer.default_local_dir).expanduser().is_dir():
         with held(config.trainer.default_local_dir, run_id):  # a live run is refused, not avoided
             config = with_free_folder(config)
-    raise_all(check_output_folders(config))
+    raise_if_any(check_output_folders(config))
     folder = log_dir(config)
     restart(config, profile_dir(config))
     with ExitStack() as stack:

@@ -29,9 +29,7 @@ from verl_like.data.dataset import Dataset, make_encoder
 from verl_like.data.foreign import ForeignDataset
 from verl_like.data.media import DEFAULT_MEDIA_KEYS
 from verl_like.data.prompt_truth import own_text
-from verl_like.models import blocks, loading, lora
-from verl_like.models.families import frozen_tower, refuse_vision, sees
-from verl_like.models.tensor_plan import check_model
+from verl_like.models import blocks, families, loading, lora, tensor_plan
 from verl_like.registry import part
 from verl_like.remote_storage import is_remote
 from verl_like.rollout.build import require_heads, require_quantization
@@ -204,10 +202,10 @@ def _check_role(role: RoleConfig, facts: Facts) -> Iterator[str]:
     """Check that the processes of a role can split its model and its rows, and build and train it."""
     model, hf_config, device = role.model, facts.hf_config_of(role), facts.known("device")
     if role.kind == "value":
-        refuse_vision(hf_config, f"{role.model_section}.path", "name a text model")
+        families.refuse_vision(hf_config, f"{role.model_section}.path", "name a text model")
     yield from problems_of(
         lambda: loading.check_ulysses(model, hf_config, role.ulysses),
-        lambda: check_model(model, hf_config, role.tensor, role.tensor_key),
+        lambda: tensor_plan.check_model(model, hf_config, role.tensor, role.tensor_key),
     )
     if role.name == REWARD:
         if facts.config.reward_model.worker_class is not None:
@@ -229,7 +227,7 @@ def _check_modules(role: RoleConfig, hf_config: PretrainedConfig, trains: bool) 
     if trains:
         yield from problems_of(lambda: loading.check_weights(model, whole))
     if role.optim is not None and model.lora_rank > 0:
-        tower = frozen_tower(whole.hf, frozen=role.freeze_vision_tower)
+        tower = families.frozen_tower(whole.hf, frozen=role.freeze_vision_tower)
         lora.attach(whole.hf, model, dtype=torch.float32, seed=0, left_out=tower)
         if model.lora_adapter_path is not None:
             yield from problems_of(lambda: lora.load_adapter(whole.hf, model))
@@ -241,14 +239,16 @@ def _check_modules(role: RoleConfig, hf_config: PretrainedConfig, trains: bool) 
 def check_vision(config: PPOConfig, hf_config: PretrainedConfig) -> None:
     """Refuse options that a vision-language model cannot have, before anything heavy is started (ValueError)."""
     model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
-    if not sees(hf_config):
+    if not families.sees(hf_config):
         return
     if lora.adapters_apart(model):
-        refuse_vision(hf_config, "model.lora.merge=False", "set it to True")
+        families.refuse_vision(hf_config, "model.lora.merge=False", "set it to True")
     if actor.use_torch_compile:
-        refuse_vision(hf_config, "actor_rollout_ref.actor.use_torch_compile=True", "set it to False")
+        families.refuse_vision(hf_config, "actor_rollout_ref.actor.use_torch_compile=True", "set it to False")
     if needs_critic(config.critic, config.algorithm):
-        refuse_vision(hf_config, "a critic", "use an estimator without one, for instance algorithm.adv_estimator=grpo")
+        families.refuse_vision(
+            hf_config, "a critic", "use an estimator without one, for instance algorithm.adv_estimator=grpo"
+        )
 
 
 def _check_vocabulary(config: PPOConfig, facts: Facts) -> None:
@@ -303,7 +303,7 @@ def refuse_media(dataset: Dataset, key: str, hf_config: PretrainedConfig) -> Non
     """Refuse rows with images or videos that the model, or the data set's class, has no use for (ValueError)."""
     if not dataset.num_media():
         return
-    if not sees(hf_config):
+    if not families.sees(hf_config):
         raise ValueError(
             f"{key}: {dataset.num_media()} rows have images or videos (data.image_key, data.video_key), but the model "
             f"(model_type {hf_config.model_type}) reads text only. Leave such rows out"
@@ -318,7 +318,7 @@ def refuse_media(dataset: Dataset, key: str, hf_config: PretrainedConfig) -> Non
 def refuse_media_keys(data: DataConfig, hf_config: PretrainedConfig) -> None:
     """Refuse columns of images or videos that were named for a model which reads text only (ValueError)."""
     for kind, column in (("image", data.image_key), ("video", data.video_key)):
-        if column not in (None, DEFAULT_MEDIA_KEYS[kind]) and not sees(hf_config):
+        if column not in (None, DEFAULT_MEDIA_KEYS[kind]) and not families.sees(hf_config):
             raise ValueError(
                 f"data.{kind}_key={column}: the model (model_type {hf_config.model_type}) reads text only; set the key "
                 "to null, or choose a model that sees"

@@ -12,8 +12,9 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub.errors import EntryNotFoundError
 
+from verl_like.config.errors import raise_if_any
 from verl_like.models.loading import load_hf_config, load_tokenizer
-from verl_like.models.location import check_location, check_locations
+from verl_like.models.location import check_location, missing_places
 from verl_like.trainer.compose import compose
 
 A = "actor_rollout_ref.model.path"
@@ -63,10 +64,10 @@ def test_folders(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_role_names_its_own_key(model: Path) -> None:
     settings = [f"{A}={model}", "critic.model.path=/no/critic", "algorithm.adv_estimator=gae"]
     with pytest.raises(ValueError, match=r"^critic\.model\.path=/no/critic: there is no such folder"):
-        check_locations(compose(settings))
+        raise_if_any(missing_places(compose(settings)).values())
     settings = [f"{A}={model}", "reward_model.enable=true", f"reward_model.model.path={model}"]
     with pytest.raises(ValueError, match=r"^reward_model\.model\.input_tokenizer=/no/t"):
-        check_locations(compose([*settings, "reward_model.model.input_tokenizer=/no/t"]))
+        raise_if_any(missing_places(compose([*settings, "reward_model.model.input_tokenizer=/no/t"])).values())
 
 
 def test_a_hub_name_is_asked_for_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -78,6 +78,9 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
         self._places = itertools.count()
         self._loop = StepLoop(self, device=process.device, lockstep=self._lockstep)
 
+    def effective(self) -> dict[str, Any]:
+        return compat.effective(self._llm)
+
     # What the step loop calls.
 
     def add(self, request: GenerationRequest) -> None:
