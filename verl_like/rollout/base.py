@@ -135,7 +135,7 @@ class RolloutEngine:
         assert self._in_memory is not None, "sampling without weights"
         return self._in_memory.version
 
-    def effective(self) -> dict[str, Any]:
+    def effective(self) -> Mapping[str, object]:
         """Values of rollout.* that the built engine has, by name, as far as it tells them."""
         return {}
 

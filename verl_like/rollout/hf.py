@@ -14,7 +14,6 @@ import traceback
 from bisect import insort
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,7 +77,7 @@ class HFRolloutEngine(SteppedRolloutEngine):
         """Tokens of prompts, and of responses that were begun before, that were computed since the start."""
         self._loop = StepLoop(self, device=process.device)
 
-    def effective(self) -> dict[str, Any]:
+    def effective(self) -> Mapping[str, object]:
         return {"dtype": next(self._module.parameters()).dtype, "max_num_seqs": self._max_num_seqs}
 
     # What the step loop calls.

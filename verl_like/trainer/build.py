@@ -16,7 +16,7 @@ from verl_like.checkpoint.layout import recover
 from verl_like.cluster.lifecycle import StopFlag, graceful_interrupt
 from verl_like.cluster.worker_group import RUN_ID_VARIABLE
 from verl_like.config import PPOConfig
-from verl_like.config.errors import input_errors, raise_if_any
+from verl_like.config.errors import input_errors, problems_of, raise_if_any
 from verl_like.config.roles import ACTOR, ROLLOUT
 from verl_like.config.schema import to_dict
 from verl_like.data.dataset import Dataset
@@ -60,7 +60,6 @@ from verl_like.workers.spec import WorkerSpec
 
 logger = logging.getLogger(__name__)
 Handle = TypeVar("Handle", bound=RoleHandle)
-T = TypeVar("T")
 
 
 def prepare(config: PPOConfig, stack: ExitStack, told: Iterable[str] = ()) -> Facts:
@@ -74,7 +73,7 @@ def prepare(config: PPOConfig, stack: ExitStack, told: Iterable[str] = ()) -> Fa
     facts = Facts(config, stack)
     raise_if_any([*told, *problems(facts)])
     logger.info("%d process(es) on %s; %s", facts.plan.world_size, facts.device, facts.plan.table())
-    facts.known("memory")
+    raise_if_any(problems_of(lambda: facts.memory))  # which is logged before anything starts
     return facts
 
 
@@ -123,14 +122,9 @@ def started(
             run: dict[str, Any] = {"end_ids": inputs.eos_ids, "vision": inputs.vision, "resume": resume}
             checkpoints = Checkpoints(config.trainer, inputs.tokenizer, confirm=confirm_folder, **run)
             stack.callback(checkpoints.close)
-        spec = WorkerSpec(
-            config=config,
-            plan=plan,
-            tokenizer_size=len(ready.tokenizer),
-            max_model_len=ready.max_model_len,
-            profile_dir=str(profile_dir(config)),
-            external_modules=external_modules(),
-        )
+        sizes: dict[str, Any] = {"tokenizer_size": len(ready.tokenizer), "max_model_len": ready.max_model_len}
+        own: dict[str, Any] = {"profile_dir": str(profile_dir(config)), "external_modules": external_modules()}
+        spec = WorkerSpec(config=config, plan=plan, **sizes, **own)
         with start_phase(f"{plan.world_size} worker(s): weights, {config.actor_rollout_ref.rollout.name}"):
             groups = stack.enter_context(workers(spec, ready.device))
         pools = Pools(groups, plan, config.trainer.rpc_timeout)

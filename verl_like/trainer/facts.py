@@ -61,9 +61,8 @@ class Facts:
     """
 
     def __init__(self, config: PPOConfig, stack: ExitStack, *, trains: bool = True) -> None:
-        self.config, self.trains = config, trains
+        self.config, self.trains, self._stack = config, trains, stack
         self.failed: dict[str, Exception] = {}
-        self._stack = stack
 
     def known(self, name: str) -> Any:
         """A fact by its name; None where it cannot be loaded, which another check tells."""
@@ -156,8 +155,7 @@ class Facts:
     @Fact
     def plan(self) -> BatchPlan:
         """Sizes of the run; without its lengths where the training set is not known."""
-        train: Dataset | None = self.known("train")
-        rows = None if train is None else len(train)
+        rows = len(self.train) if self.known("train") else None
         return BatchPlan.build(self.config, self.config.trainer.nnodes * self.world[1], rows)
 
     @Fact

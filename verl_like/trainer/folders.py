@@ -33,10 +33,8 @@ def check_output_folders(config: PPOConfig, *, make: bool = True) -> Iterator[st
         ("env.render_save_dir", config.env.render_save_dir),
     ):
         if folder is not None:
-            yield from problems_of(
-                partial(require_writable, key, folder, make=make),
-                partial(linked_folders, key, Path(folder).expanduser()),
-            )
+            yield from problems_of(partial(require_writable, key, folder, make=make))
+            linked_folders(key, Path(folder).expanduser())
     if timeline is not None and (not timeline.strip() or Path(timeline).is_dir()):
         yield f"ray_init.timeline_json_file={timeline!r}: name a file in a folder of this machine"
     if trainer.default_hdfs_dir is not None:

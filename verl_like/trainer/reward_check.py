@@ -146,7 +146,7 @@ def try_out(dataset: Dataset, rewards: RewardManager) -> None:
 
 def check_rewards(facts: Facts) -> None:
     """Check that the graders can score the rows; raises ValueError, RewardFunctionError otherwise."""
-    toolbox, rewards, train, val = facts.toolbox, facts.rewards, facts.known("train"), facts.known("val")
+    rewards, toolbox, train, val = facts.rewards, facts.toolbox, facts.known("train"), facts.known("val")
     if toolbox is not None and toolbox.gives_reward:
         if not rewards.rule_grades:
             raise ValueError(

@@ -13,7 +13,6 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,7 +53,7 @@ _RANK, _HELPER, _RESPONSE, _THREAD = (200e6, "processes"), (25e6, "processes"), 
 def early_problems(config: PPOConfig) -> list[str]:
     """List what is known before a run has a log: folders that cannot be written, a profiler, an absent checkpoint."""
     mode, resume = config.trainer.resume_mode, str(config.trainer.resume_from_path)
-    absent = mode == "resume_path" and not (is_remote(resume) or Path(resume).expanduser().is_dir())
+    absent = mode == "resume_path" and not (is_remote(resume) or os.path.isdir(os.path.expanduser(resume)))
     return [
         *problems_of(lambda: check_output_folders(config, make=False)),
         *problems_of(lambda: check_nsight(config, resolve_world(config)[0])),
@@ -88,7 +87,6 @@ def problems(facts: Facts) -> Iterator[str]:
         lambda: check_models(config, facts),
         lambda: check_data(config, facts),
         lambda: facts.max_model_len,
-        lambda: facts.rewards,
         lambda: check_rewards(facts),
         lambda: facts.runner,
     )
@@ -188,8 +186,6 @@ def check_models(config: PPOConfig, facts: Facts) -> Iterator[str]:
     yield from facts.missing.values()
     yield from problems_of(
         lambda: facts.toolbox,
-        lambda: facts.tokenizer,
-        lambda: facts.hf_config,
         lambda: facts.eos_ids,
         lambda: check_vision(config, facts.hf_config),
         *(partial(_check_role, role, facts) for role in roles_of(config).values()),
@@ -226,21 +222,18 @@ def _check_modules(role: RoleConfig, hf_config: PretrainedConfig, trains: bool) 
     model, whole = role.model, loading.build_meta_model(role.model, hf_config, kind=role.kind)
     if trains:
         yield from problems_of(lambda: loading.check_weights(model, whole))
+        inside = role.sharding_section.removeprefix(role.model_section.removesuffix("model"))
+        yield from problems_of(lambda: loading.sharding_units(whole, role.fsdp), prefix=f"{inside}.")
     if role.optim is not None and model.lora_rank > 0:
         tower = families.frozen_tower(whole.hf, frozen=role.freeze_vision_tower)
         lora.attach(whole.hf, model, dtype=torch.float32, seed=0, left_out=tower)
         if model.lora_adapter_path is not None:
-            yield from problems_of(lambda: lora.load_adapter(whole.hf, model))
-    if trains:
-        inside = role.sharding_section.removeprefix(role.model_section.removesuffix("model"))
-        yield from problems_of(lambda: loading.sharding_units(whole, role.fsdp), prefix=f"{inside}.")
+            lora.load_adapter(whole.hf, model)
 
 
 def check_vision(config: PPOConfig, hf_config: PretrainedConfig) -> None:
     """Refuse options that a vision-language model cannot have, before anything heavy is started (ValueError)."""
     model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
-    if not families.sees(hf_config):
-        return
     if lora.adapters_apart(model):
         families.refuse_vision(hf_config, "model.lora.merge=False", "set it to True")
     if actor.use_torch_compile:
@@ -265,13 +258,12 @@ def check_sampling(config: PPOConfig, facts: Facts) -> None:
 
     Raises ValueError otherwise.
     """
-    tokenizer, size = facts.tokenizer, facts.hf_config.get_text_config().vocab_size
-    rollout = config.actor_rollout_ref.rollout
+    rollout, size = config.actor_rollout_ref.rollout, facts.hf_config.get_text_config().vocab_size
     for section, keys, make in (
         (_ROLLOUT, rollout, train_sampling),
         (f"{_ROLLOUT}.val_kwargs", rollout.val_kwargs, validation_sampling),
     ):
-        require_tokens_left(make(rollout, facts.eos_ids, tokenizer), len(tokenizer), f"{section}.")
+        require_tokens_left(make(rollout, facts.eos_ids, facts.tokenizer), len(facts.tokenizer), f"{section}.")
         if max(keys.stop_token_ids or [0]) >= size:
             raise ValueError(
                 f"{section}.stop_token_ids={keys.stop_token_ids}: the model's tokens are 0 to {size - 1}; leave the "

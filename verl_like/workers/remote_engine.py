@@ -113,7 +113,7 @@ class RemoteEngine(RolloutEngine):
         """Weights of the engine; see RolloutEngine. None also where the process is lost."""
         return None if self.lost else super().held
 
-    def effective(self) -> dict[str, Any]:
+    def effective(self) -> Mapping[str, object]:
         return self._there.call("effective")
 
     def open(self) -> None:

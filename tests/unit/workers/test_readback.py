@@ -37,14 +37,15 @@ def told(engine: Any) -> list[str]:
 def test_what_is_as_it_was_asked_for_is_not_told(process: ProcessInfo, tmp_path: Path) -> None:
     folder = model_folder(tmp_path)
     lora = {"lora_rank": 2, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
-    for changes in (
+    cases: tuple[dict[str, Any], ...] = (
         {},
         {"model": {"use_remove_padding": False}},
         {"model": lora},
         {"kind": "value"},
         {"kind": "value", "model": {"lora_rank": 2}},
         {"optim": None},
-    ):
+    )
+    for changes in cases:
         engine = build_engine(process, folder, **changes)
         assert told(engine) == [] and len(list(of_model(engine))) > 2
 
