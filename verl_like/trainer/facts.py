@@ -196,8 +196,7 @@ class Facts:
     @Fact
     def runner(self) -> EpisodeRunner:
         """How a prompt becomes an episode, in training and in validation; agent loops are started."""
-        config, ids = self.config, (self.tokenizer, self.eos_ids)
-        tools = self.toolbox
+        config, tools, ids = self.config, self.toolbox, (self.tokenizer, self.eos_ids)
         own = SingleTurn() if tools is None else part("tools", "runner")(config, *ids, tools, self.vision)
         encoder = make_encoder(self.data, self.tokenizer)
         return part("loops", "runner")(config, own, encoder, self.hf_config.model_type, self.eos_ids, self._stack)

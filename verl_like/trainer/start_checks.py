@@ -12,6 +12,7 @@ import sys
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -51,10 +52,11 @@ _RANK, _HELPER, _RESPONSE, _THREAD = (200e6, "processes"), (25e6, "processes"), 
 
 
 def early_problems(config: PPOConfig) -> list[str]:
-    """List what is known before a run has a log: folders that cannot be written, a profiler, an absent checkpoint."""
+    """List what is looked at before a run makes its folders: places of files, folders, a profiler, a checkpoint."""
     mode, resume = config.trainer.resume_mode, str(config.trainer.resume_from_path)
     absent = mode == "resume_path" and not (is_remote(resume) or os.path.isdir(os.path.expanduser(resume)))
     return [
+        *Facts(config, ExitStack()).missing.values(),
         *problems_of(lambda: check_output_folders(config, make=False)),
         *problems_of(lambda: check_nsight(config, resolve_world(config)[0])),
         *problems_of(lambda: find_resume(config) if absent else None),
@@ -239,9 +241,8 @@ def check_vision(config: PPOConfig, hf_config: PretrainedConfig) -> None:
     if actor.use_torch_compile:
         families.refuse_vision(hf_config, "actor_rollout_ref.actor.use_torch_compile=True", "set it to False")
     if needs_critic(config.critic, config.algorithm):
-        families.refuse_vision(
-            hf_config, "a critic", "use an estimator without one, for instance algorithm.adv_estimator=grpo"
-        )
+        fix = "use an estimator without one, for instance algorithm.adv_estimator=grpo"
+        families.refuse_vision(hf_config, "a critic", fix)
 
 
 def _check_vocabulary(config: PPOConfig, facts: Facts) -> None:

@@ -22,11 +22,11 @@ import torch
 made = torch.optim.AdamW.__init__
 
 
-def slower(self, parameters, **settings):
-    made(self, parameters, **{**settings, "lr": settings["lr"] / 10})
+def other(self, parameters, **settings):
+    made(self, parameters, **{**settings, "lr": 0.5})
 
 
-torch.optim.AdamW.__init__ = slower
+torch.optim.AdamW.__init__ = other
 """
 
 
@@ -63,7 +63,7 @@ def test_planted_differences(process: ProcessInfo, tmp_path: Path) -> None:
         if module.out_features == 32:  # v_proj
             module.scale, module.__class__ = 1.0, torch.nn.Linear
     assert told(engine) == [
-        "actor_rollout_ref.model.use_remove_padding=True, attention: packed was asked for, but eager was built",
+        "actor_rollout_ref.model.use_remove_padding=True, attention: verl_like_packed was asked for, but eager was built",
         f"{A}.optim, tensors: 8 was asked for, but 7 was built",
         "actor_rollout_ref.model.target_modules, v_proj: True was asked for, but False was built",
         f"{A}.optim.lr: 0.01 was asked for, but 1.0 was built",
@@ -89,11 +89,11 @@ def test_an_engine_that_chose_otherwise(process: ProcessInfo) -> None:
 @pytest.mark.parametrize("planted", [True, False])
 def test_a_run_says_so_when_it_starts(planted: bool, tmp_path: Path, tiny_model: Path) -> None:
     """A module of the user's changes the optimizer of all workers."""
-    (tmp_path / "slower.py").write_text(OTHER_RATE if planted else "")
+    (tmp_path / "other.py").write_text(OTHER_RATE if planted else "")
     argv = overrides(write_task(tmp_path, 16), tiny_model, tmp_path / "out", trainer__total_training_steps=1)
-    done = main_ppo([*argv, f"actor_rollout_ref.model.external_lib={tmp_path}/slower.py"])
+    done = main_ppo([*argv, f"actor_rollout_ref.model.external_lib={tmp_path}/other.py"])
     assert done.returncode == 0, done.stdout
     said = [line for line in done.stdout.splitlines() if "was asked for, but" in line]
     assert len(said) == planted and all(
-        f"{A}.optim.lr: 0.003 was asked for, but 0.0003 was built" in line for line in said
+        f"{A}.optim.lr: 0.003 was asked for, but 0.5 was built" in line for line in said
     )
