@@ -63,7 +63,8 @@ def test_planted_differences(process: ProcessInfo, tmp_path: Path) -> None:
         if module.out_features == 32:  # v_proj
             module.scale, module.__class__ = 1.0, torch.nn.Linear
     assert told(engine) == [
-        "actor_rollout_ref.model.use_remove_padding=True, attention: verl_like_packed was asked for, but eager was built",
+        "actor_rollout_ref.model.use_remove_padding=True, attention: verl_like_packed was asked for, "
+        "but eager was built",
         f"{A}.optim, tensors: 8 was asked for, but 7 was built",
         "actor_rollout_ref.model.target_modules, v_proj: True was asked for, but False was built",
         f"{A}.optim.lr: 0.01 was asked for, but 1.0 was built",
