@@ -1,4 +1,4 @@
-"""What workers built, read back and compared with what the configuration asks: a difference is one line of the start.
+"""Comparison of what workers built with what the configuration asks: a difference is one line of the start.
 
 Libraries change what they are asked for: transformers falls back to another attention, an engine lowers a length or
 chooses a cache's precision by itself, an option of engine_kwargs wins over a key of ours. The objects as they were

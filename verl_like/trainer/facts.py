@@ -195,7 +195,7 @@ class Facts:
 
     @Fact
     def runner(self) -> EpisodeRunner:
-        """How a prompt becomes an episode, in training and in validation; agent loops are started."""
+        """Runner that makes episodes of prompts, in training and in validation; agent loops are started."""
         config, tools, ids = self.config, self.toolbox, (self.tokenizer, self.eos_ids)
         own = SingleTurn() if tools is None else part("tools", "runner")(config, *ids, tools, self.vision)
         encoder = make_encoder(self.data, self.tokenizer)
