@@ -11,7 +11,7 @@ DOCS_VENV ?= .venv-docs
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-engines test-all bench-driver mutations test-gpu gpu-report lint format types docs clean
+.PHONY: help setup quickstart test test-engines test-all bench-driver mutations test-gpu gpu-report twin-wheels lint format types docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -52,6 +52,9 @@ gpu-report: setup ## everything on one CUDA device: its tests, then all benchmar
 	-$(PY) -m verl_like.cli bench sync --channel broadcast --model 0.5b --ranks 1 --json outputs/gpu/sync_broadcast.json
 	-$(PY) -m verl_like.cli bench all --model 0.5b --workload w1 --out outputs/gpu/0.5b_w1 $(ARGS)
 	$(PY) -m verl_like.cli bench all --model 1.5b --workload w1 --out outputs/gpu/1.5b_w1 $(ARGS)
+
+twin-wheels: setup ## look up what is used of vLLM, SGLang, FlashAttention, Liger in their GPU wheels: downloads 1.5 GB, keeps none
+	$(PY) -m tests.twin.wheels $(ARGS)
 
 lint: setup ## ruff: rules and formatting
 	$(PY) -m ruff check .
