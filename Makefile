@@ -41,17 +41,8 @@ mutations: setup ## plant faults, one at a time, and show that the tests notice 
 test-gpu: setup ## the tests that need a CUDA device
 	$(PYTEST) -m gpu $(ARGS)
 
-gpu-report: setup ## everything on one CUDA device: its tests, then all benchmarks; tables in outputs/gpu
-	@mkdir -p outputs/gpu
-	-$(PYTEST) -m gpu -s tests/gpu > outputs/gpu/tests.txt 2>&1
-	@tail -n 3 outputs/gpu/tests.txt
-	-$(PY) -m verl_like.cli bench driver --json outputs/gpu/driver.json
-	-$(PY) -m verl_like.cli bench memory --budget 16384 --json outputs/gpu/memory.json
-	-$(PY) -m verl_like.cli bench agents --engine vllm --model 0.5b --json outputs/gpu/agents.json
-	-$(PY) -m verl_like.cli bench sync --channel ipc --model 0.5b --json outputs/gpu/sync_ipc.json
-	-$(PY) -m verl_like.cli bench sync --channel broadcast --model 0.5b --ranks 1 --json outputs/gpu/sync_broadcast.json
-	-$(PY) -m verl_like.cli bench all --model 0.5b --workload w1 --out outputs/gpu/0.5b_w1 $(ARGS)
-	$(PY) -m verl_like.cli bench all --model 1.5b --workload w1 --out outputs/gpu/1.5b_w1 $(ARGS)
+gpu-report: setup ## what only a CUDA device can tell (docs/gpu_checks.md), in pieces of at most 8 minutes; run again: goes on
+	OMP_NUM_THREADS=1 $(PY) -m tests.gpu.report $(ARGS)
 
 twin-wheels: setup ## look up what is used of vLLM, SGLang, FlashAttention, Liger in their GPU wheels: downloads 1.5 GB, keeps none
 	$(PY) -m tests.twin.wheels $(ARGS)
