@@ -69,7 +69,7 @@ def test_the_lint_can_fail() -> None:
             f"apt-get without {x}"
             for x in ("apt-get update &&", "--no-install-recommends", "rm -rf /var/lib/apt/lists/*")
         ),
-        "torch_saver: no version",
+        "torch_memory_saver: no version",
         "pip without --no-cache-dir",
     ]
 

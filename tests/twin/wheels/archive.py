@@ -394,20 +394,21 @@ def _on_self(node: ast.ClassDef) -> Iterator[ast.AST]:
     found = []
     for method in node.body:
         for each in ast.walk(method) if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef) else ():
-            targets = each.targets if isinstance(each, ast.Assign) else [each.target] if _typed(each) else []
+            if isinstance(each, ast.Assign):
+                targets = each.targets
+            elif isinstance(each, ast.AnnAssign):
+                targets = [each.target]
+            else:
+                continue
             flat = [e for t in targets for e in (t.elts if isinstance(t, ast.Tuple) else [t])]
             if any(isinstance(e, ast.Attribute) and ast.unparse(e.value) == "self" for e in flat):
                 found.append(each)
     return iter(sorted(found, key=lambda each: not _tells(each)))
 
 
-def _typed(node: ast.AST) -> bool:
-    return isinstance(node, ast.AnnAssign)
-
-
 def _tells(node: ast.AST) -> bool:
     value = getattr(node, "value", None)
-    return _typed(node) or isinstance(value, ast.Call | ast.Name)
+    return isinstance(node, ast.AnnAssign) or isinstance(value, ast.Call | ast.Name)
 
 
 def _own_method(node: ast.ClassDef, name: str) -> ast.FunctionDef | None:
