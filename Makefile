@@ -6,12 +6,13 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 # Test processes, each with whole files; those that start Ray run in one of them. WORKERS=0: in one process (--pdb).
 WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist loadscope --no-loadscope-reorder
+PYTHON_CUDA ?= python3.12
 # mkdocs and what it needs: apart, so that nothing of the tested stack changes.
 DOCS_VENV ?= .venv-docs
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-engines test-all bench-driver mutations test-gpu gpu-report twin-wheels lint format types docs clean
+.PHONY: help setup quickstart test test-engines test-all bench-driver mutations test-gpu gpu-report twin-wheels twin-cuda lint format types docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -46,6 +47,11 @@ gpu-report: setup ## what only a CUDA device can tell (docs/gpu_checks.md), in p
 
 twin-wheels: setup ## look up what is used of vLLM, SGLang, FlashAttention, Liger in their GPU wheels: downloads 1.5 GB, keeps none
 	$(PY) -m tests.twin.wheels $(ARGS)
+
+twin-cuda: ## the twin's tests with the versions for cards (Python 3.12, torch's CUDA build, no device): 6 GB into .venv-cuda
+	@test -x .venv-cuda/bin/python || $(PYTHON_CUDA) -m venv .venv-cuda
+	.venv-cuda/bin/python -m pip install -q --disable-pip-version-check -c constraints/cuda.txt setuptools -e ".[dev,liger]"
+	OMP_NUM_THREADS=1 .venv-cuda/bin/python -m pytest $(PARALLEL) tests/twin tests/unit/models/test_fused_triton.py $(ARGS)
 
 lint: setup ## ruff: rules and formatting
 	$(PY) -m ruff check .
