@@ -2,17 +2,19 @@
 # take a Python that has everything already, on a host without a network for example.
 VENV ?= .venv
 PY := $(VENV)/bin/python
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
+# Bytecode of this package and its tests is kept, in __pycache__: without it, each of some hundred processes compiles anew.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(PY) -m pytest
 # Test processes, each with whole files; those that start Ray run in one of them. WORKERS=0: in one process (--pdb).
-WORKERS ?= 2
-PARALLEL := -n $(WORKERS) --dist loadscope --no-loadscope-reorder
+# Three for two cores: tests wait for processes, time limits and disks a quarter of their time.
+WORKERS ?= 3
+PARALLEL = -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 PYTHON_CUDA ?= python3.12
 # mkdocs and what it needs: apart, so that nothing of the tested stack changes.
 DOCS_VENV ?= .venv-docs
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-engines test-all bench-driver mutations test-gpu gpu-report twin-wheels twin-cuda lint format types docs clean
+.PHONY: help setup quickstart test test-minutes test-engines test-all bench-driver mutations test-gpu gpu-report twin-wheels twin-cuda lint format types docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -23,9 +25,13 @@ setup: ## make the virtual environment (.venv) with everything in it; see script
 quickstart: setup ## train a tiny model on additions with GRPO, no download: about 4 minutes on 2 cores
 	@$(PY) recipes/quickstart/run.py $(ARGS)
 
-test: setup ## the test suite: 15 minutes on 2 quiet cores
+test: setup ## the test suite: at most 14 minutes on 2 quiet cores
 	$(PYTEST) $(PARALLEL) -m "not slow and not gpu and not engines" $(ARGS)
 
+test-minutes: setup ## the same, and tests/minutes.txt: minutes of CPU by folder (ARGS=tests/e2e: of that one)
+	$(PYTEST) $(PARALLEL) -p tests.worlds.ledger -m "not slow and not gpu and not engines" $(ARGS)
+
+test-engines: WORKERS = 2
 test-engines: ## the tests of second engines (SGLang is installed for them), servers, further pools: 10 minutes on 2 quiet cores
 	@$(if $(NO_SETUP),true,WITH_SGLANG=1 bash scripts/setup_env.sh)
 	$(PYTEST) $(PARALLEL) -m "engines and not slow and not gpu" $(ARGS)

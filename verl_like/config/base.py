@@ -32,7 +32,8 @@ class Range:
             holds = self.holds(value)
         except TypeError:
             raise ValueError(f"{key}={value!r}: must be {self.words or 'a value of another type'}") from None
-        require(holds, key, value, self.fix(value))
+        if not holds:  # the fix looks for the nearest name: most of the time of a configuration, were it always asked
+            require(False, key, value, self.fix(value))
 
 
 def key(default: T, *ranges: Range, unit: str = "", idle: str | tuple[str, ...] = ()) -> T:
