@@ -199,6 +199,9 @@ class TrainerConfig(ConfigNode):
     """Size of <log_dir>/samples; beyond it every second older step is removed."""
     report_freq: int = key(20, minus_one_or_positive(), unit="steps")
     """Write <log_dir>/report.html every so many steps, in a process of its own, and at the end; -1: never."""
+    prove_step: bool = False
+    """Before the run, make two steps on its workers from frozen rollouts and compare them with plain float64 ones, as
+    verl-like selfcheck does; a difference ends the run. The outcome is in <log_dir>/step_proof.txt."""
     record_freq: int = key(-1, minus_one_or_positive(), unit="steps")
     """Write what each so many-th step consists of (tokens, log-probs, rewards, advantages, checksums of the weights)
     into <log_dir>/recorded, about 30 bytes a token, for verl-like replay and bisect. -1: never."""

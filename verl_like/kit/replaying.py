@@ -99,7 +99,7 @@ def replay_config(run: Path, step: int, overrides: Sequence[str], out: str) -> P
     return compose([*(f"{k}={v}" for k, v in settings.items() if k not in own), *overrides], [file])
 
 
-def _recorded(run: Path) -> Path:
+def recorded_folder(run: Path) -> Path:
     """The folder of a run's recorded steps. Raises ConfigError where there is none."""
     if (run / RECORDED).is_dir():
         return run / RECORDED
@@ -109,7 +109,7 @@ def _recorded(run: Path) -> Path:
 
 def replay(run: Path, step: int, overrides: Sequence[str], tolerance: float) -> list[Difference]:
     """Make the recorded step again, and compare columns and metrics. Raises ConfigError for what is missing."""
-    recorded = read_step(step_file(_recorded(run), step))
+    recorded = read_step(step_file(recorded_folder(run), step))
     metrics = read_metrics(run / METRICS).get(step, {})
     with tempfile.TemporaryDirectory() as out:
         config = replay_config(run, step, overrides, out)
@@ -122,7 +122,7 @@ def replay(run: Path, step: int, overrides: Sequence[str], tolerance: float) -> 
 
 def parting(first: Path, second: Path, tolerance: float) -> Difference | None:
     """The first step, phase and tensor in which two recorded runs differ; None: in none that both have recorded."""
-    steps = sorted(set(recorded_steps(_recorded(first))) & set(recorded_steps(_recorded(second))))
+    steps = sorted(set(recorded_steps(recorded_folder(first))) & set(recorded_steps(recorded_folder(second))))
     if not steps:
         raise ConfigError([f"{first} and {second} have recorded no step in common (trainer.record_freq)"])
     tables = [read_metrics(run / METRICS) for run in (first, second)]

@@ -18,6 +18,7 @@ import yaml
 from verl_like.small_files import parse_object, read_bytes, read_object, read_yaml
 
 METRICS, CONFIG, ENVIRONMENT, SAMPLES = "metrics.jsonl", "config.yaml", "environment.json", "samples"
+STEP_PROOF = "step_proof.txt"  # of trainer.prove_step
 
 # Names that a record of the samples may have besides the reward function's own values.
 FIELDS = frozenset(

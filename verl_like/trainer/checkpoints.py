@@ -26,9 +26,11 @@ from verl_like.config.errors import ConfigError, RunStopped
 from verl_like.episodes.collector import Collector
 from verl_like.models.loading import write_generation_config
 from verl_like.models.vision import VisionProcessor
+from verl_like.observe.run_folder import STEP_PROOF
 from verl_like.remote_storage import RemoteFolder, Uploader, is_remote
 from verl_like.trainer.best import Best
 from verl_like.trainer.compose import save_resolved
+from verl_like.trainer.folders import log_dir
 from verl_like.trainer.resume import CONFIG_FILE, run_of
 from verl_like.trainer.roles import ActorHandle, CriticHandle
 from verl_like.trainer.state import TrainState
@@ -196,6 +198,8 @@ class Checkpoints:
             if self.vision is not None:
                 self.vision.save(exported)
             save_resolved(run.config, path / CONFIG_FILE)
+            if (proof := log_dir(run.config) / STEP_PROOF).exists():
+                shutil.copyfile(proof, path / STEP_PROOF)
             run.source.save_under_way(path)
         self._saved_step, self._incomplete = step, (path, state)
 

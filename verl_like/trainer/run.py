@@ -26,8 +26,9 @@ from verl_like.config.schema import to_dict
 from verl_like.observe.environment import own_files, write_environment
 from verl_like.observe.logs import setup_driver_logging, told_in_a_line
 from verl_like.observe.redaction import hidden, print_hidden, remember, secrets_of
-from verl_like.observe.run_folder import CONFIG
+from verl_like.observe.run_folder import CONFIG, STEP_PROOF
 from verl_like.parallel.host_memory import tells_of_memory
+from verl_like.registry import part
 from verl_like.trainer.build import prepare, prepared, started
 from verl_like.trainer.compose import save_resolved
 from verl_like.trainer.facts import Facts
@@ -36,7 +37,7 @@ from verl_like.trainer.nsight import restart_under_nsight
 from verl_like.trainer.own_code import check_given, with_reward
 from verl_like.trainer.ppo import PPOTrainer
 from verl_like.trainer.start_checks import early_problems
-from verl_like.trainer.start_messages import closing_text, cpu_seconds, process_age, ready_text
+from verl_like.trainer.start_messages import closing_text, cpu_seconds, process_age, ready_text, start_phase
 from verl_like.trainer.workers import Launcher
 
 logger = logging.getLogger(__name__)
@@ -185,6 +186,9 @@ def _prepared(
             with input_errors():
                 config = with_reward(config, reward, folder)
         ready = stack.enter_context(prepared(config))
+        if config.trainer.prove_step:
+            with start_phase("proof of whole steps"):
+                part("proof", "step")(config, ready.plan.pools[0].ranks_per_node, folder / STEP_PROOF)
         launcher = stack.enter_context(Launcher(config, run_id))
         yield _Run(ready=ready, launcher=launcher, confirm=lock.confirm, kind=kind, began=began)
 

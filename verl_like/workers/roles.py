@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from verl_like.algorithms.objectives import PolicyObjective, ValueObjective
 from verl_like.batch import Denominators, Evaluated, Experience, Metric, Sequences
@@ -41,6 +42,11 @@ class TrainedRole:
     def checksums(self) -> dict[str, int]:
         """Checksums of every weight in float32, the same however it is sharded (collective)."""
         return self.engine.weight_checksums(torch.float32)
+
+    def full_weights(self) -> dict[str, Tensor]:
+        """Gather every weight in float32, adapters added in, on the first rank's host (collective); others get none."""
+        weights = self.engine.export_weights(torch.float32)
+        return {name: tensor.cpu() for name, tensor in weights if self.engine.process.rank == 0}
 
     def save(self, path: str) -> list[str]:
         """Write a checkpoint, unless it holds tensors that are not finite; return their names (FSDPEngine.save)."""

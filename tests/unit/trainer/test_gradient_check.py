@@ -24,6 +24,7 @@ from verl_like.batch import Denominators, Experience
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.kit.selfcheck import check, driver
 from verl_like.kit.selfcheck.check import SelfCheck
+from verl_like.kit.selfcheck.plain_adapters import with_noise
 from verl_like.kit.selfcheck.report import Finding, table
 from verl_like.kit.selfcheck.tiny import write_tiny_model
 from verl_like.kit.selfcheck.work import Case, Work
@@ -429,15 +430,17 @@ def test_a_mean_of_means_over_ranks_is_found(
         pytest.param(
             [f"{ACTOR}.policy_loss.loss_mode=kl_cov", f"{ACTOR}.loss_agg_mode=token-sum"], marks=pytest.mark.slow
         ),
-        pytest.param(["actor_rollout_ref.model.lora_rank=4", *FULL_KL], marks=pytest.mark.slow),
+        ["actor_rollout_ref.model.lora_rank=4", *FULL_KL],
         ["actor_rollout_ref.model.use_remove_padding=False", f"{ACTOR}.sample_weight.length=True"],
         [f"{ACTOR}.ratio_skip_threshold=1.02", f"{ACTOR}.sft_loss_coef=0.1"],
     ],
     ids=["gspo", "kl_cov", "lora", "padded", "skip"],
 )
-def test_a_sound_trainer_passes_however_it_is_cut(process: ProcessInfo, tiny_model: Path, settings: list[str]) -> None:
-    model = f"actor_rollout_ref.model.path={tiny_model}"
-    check = SelfCheck(config=compose([*ROWS_ALONE, model, *settings]), num_rows=6)
+def test_a_sound_trainer_passes_however_it_is_cut(
+    process: ProcessInfo, tiny_model: Path, tmp_path: Path, settings: list[str]
+) -> None:
+    config = compose([*ROWS_ALONE, f"actor_rollout_ref.model.path={tiny_model}", *settings])
+    check = SelfCheck(config=with_noise(config, tmp_path), num_rows=6)
     findings, _ = check.alone(process, check.prepare())
     assert all(finding.passed for finding in findings), table(findings)
     assert len(findings) == 10  # three lines of two mini-batches against the plain model, four cuts

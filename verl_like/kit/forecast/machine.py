@@ -135,10 +135,10 @@ def _devices() -> Iterator[Finding]:
     cores, usable = os.cpu_count() or 1, len(os.sched_getaffinity(0))
     bfloat16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     yield Finding(section, "cpu", f"{usable} of {cores} cores, {'with' if bfloat16 else 'no'} bfloat16 instructions")
-    yield Finding(section, "memory", f"{_available_memory() / 2**30:.1f} GB available", "info")
+    yield Finding(section, "memory", f"{available_memory() / 2**30:.1f} GB available", "info")
 
 
-def _available_memory() -> int:
+def available_memory() -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

@@ -11,7 +11,7 @@ from typing import Any
 from verl_like.config.schema import keys
 from verl_like.observe.health import Verdict
 from verl_like.observe.redaction import HIDDEN, is_secret, redacted_text
-from verl_like.observe.run_folder import SAMPLES, Run, flat, records
+from verl_like.observe.run_folder import SAMPLES, STEP_PROOF, Run, flat, records
 from verl_like.observe.samples import encodable
 
 MOST_SAMPLE_BYTES = 8_000_000  # of responses in a report; the folder holds more
@@ -110,6 +110,12 @@ def environment_rows(environment: dict[str, Any]) -> list[tuple[str, str]]:
         elif name != "earlier" and value not in (None, [], ""):
             rows.append((label, _plain(value)))
     return rows
+
+
+def proof_rows(folder: Path) -> list[tuple[str, str]]:
+    """The outcome of trainer.prove_step, where the run has one."""
+    file = folder / STEP_PROOF
+    return [("step proof", file.read_text(encoding="utf-8").splitlines()[-1])] if file.is_file() else []
 
 
 def _plain(value: Any) -> str:

@@ -31,9 +31,9 @@ from verl_like.engine.microbatch import Objective
 from verl_like.engine.rescue import OutOfMemory
 from verl_like.engine.train_engine import LOG_PROBS, VALUES, LossFn
 from verl_like.kit.selfcheck.driver import Share
-from verl_like.kit.selfcheck.plain import TEMPERATURE, Measured, apart, scale_weights, with_adapters
+from verl_like.kit.selfcheck.plain import TEMPERATURE, Measured, apart, scale_weights
 from verl_like.kit.selfcheck.report import Finding
-from verl_like.kit.selfcheck.work import Case, Work, comparable, prepare, reference_scale
+from verl_like.kit.selfcheck.work import Case, Work, comparable, prepare, reference_scale, with_rows_apart
 from verl_like.models.families import why_padded
 from verl_like.models.heads import HF_PREFIX
 from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
@@ -59,7 +59,7 @@ class RecordedLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class SelfCheck:
-    """The check of one configuration."""
+    """The check of one configuration. LoRA begins with adapters of noise: see `plain_adapters.with_noise`."""
 
     config: PPOConfig
     num_rows: int = 12
@@ -83,7 +83,7 @@ class SelfCheck:
 
     def settings(self) -> PPOConfig:
         """The user's settings where they can be compared."""
-        return comparable(self.config)
+        return with_rows_apart(comparable(self.config))
 
     def alone(self, process: ProcessInfo, work: Work) -> tuple[list[Finding], Measured]:
         """All findings of one process, and the first way's gradient."""
@@ -109,17 +109,12 @@ class SelfCheck:
         rule = MicroBatchRule(max_tokens=int(rollouts.num_tokens_B().sum()))
         answer_T = engine.forward(rollouts, want=frozenset({want}), rule=rule, temperature=temperature)[want]
         gap_T = (answer_T - rollouts.flat(case.column))[rollouts.response_mask_T].abs()
-        expected, loss_gap = case.plain.gradient, abs(found.loss - case.plain.loss)
-        model = self.config.critic.model if want == VALUES else self.config.actor_rollout_ref.model
-        if model.lora_rank > 0:
-            adapters = dict(engine.export_weights(torch.float32, "adapters"))
-            scale = model.lora_alpha / model.lora_rank
-            expected = with_adapters(expected, found.gradient, {n: t.cpu() for n, t in adapters.items()}, scale)
+        loss_gap = abs(found.loss - case.plain.loss)
         name = PLAIN + case.name
         return [
             Finding(name=f"{name}{want.replace('_', '-')}", difference=float(gap_T.max())),
             Finding(name=f"{name}loss", difference=loss_gap / case.plain.scale),
-            Finding(name=f"{name}gradient", difference=apart(expected, found.gradient)),
+            Finding(name=f"{name}gradient", difference=apart(case.plain.gradient, found.gradient)),
         ]
 
     def cuts(self, engine: FSDPEngine, process: ProcessInfo, work: Work, first: Measured) -> list[Finding]:

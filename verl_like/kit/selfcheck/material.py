@@ -11,8 +11,9 @@ from torch import Tensor
 
 from verl_like.batch import PromptRow, Rollouts, Scores, pad_rows
 
-# Noise by row: of the sampler's log-probs (within any bound, near, far enough for every cap) and of the old ones.
-MISMATCH, DRIFT = (2e-4, 0.05, 0.6), (0.2, 0.3, 0.02)
+# Noise by row: of the sampler's log-probs (within any bound, near, far enough for every cap and veto) and of the old
+# ones, whose second row has ratios beyond dual clip and skip threshold.
+MISMATCH, DRIFT = (2e-4, 0.05, 5.0), (0.2, 2.0, 0.02)
 _PERIOD = 6  # of the rows that a loop treats in its own way
 _FIRST_PART = 2  # of six rows the third and fourth are one episode, with a prompt each
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from verl_like.batch import Sequences
 from verl_like.config import ModelConfig
+from verl_like.kit.selfcheck.plain_adapters import PlainAdapters
 from verl_like.kit.selfcheck.plain_loss import PlainPolicyLoss, PlainValueLoss
 from verl_like.models.heads import VALUE_HEAD, attach_value_head
 from verl_like.models.loading import has_weights, load_hf_config
@@ -35,9 +36,10 @@ class Measured:
 
 
 class PlainModel:
-    """Full logits (or values) of one row at a time, in float32, with eager attention and no cache.
+    """Full logits (or values) of one row at a time, with eager attention and no cache.
 
     reference_scale: with a reference for the exact KL, which has the same weights times this number.
+    adapters: of LoRA, added into the weights; the reference keeps the base's.
     """
 
     def __init__(
@@ -49,16 +51,22 @@ class PlainModel:
         device: str,
         critic: bool = False,
         reference_scale: float | None = None,
+        temperature: float = TEMPERATURE,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.vocab_size, self.device, self.critic = vocab_size, torch.device(device), critic
-        self.hf = _load(model, seed, critic=critic).to(self.device)
+        self.temperature, self.dtype = temperature, dtype
+        self.hf = _load(model, seed, critic=critic).to(self.device, dtype)
         self.reference: Any = None
         if reference_scale is not None:
             self.reference = copy.deepcopy(self.hf)
             scale_weights(self.reference, reference_scale)
+        self.adapters = PlainAdapters.of(self.hf, model) if model.lora_rank > 0 else None
+        if self.adapters is not None:
+            self.adapters.merge(self.hf)
 
     def answers(self, rows: Sequences, row: int) -> dict[str, Tensor]:
-        """Compute log_probs, entropy and full_kl, or values: [R] of the row's response, on the CPU, with a graph."""
+        """Compute log_probs, entropy, sum_pi_squared, full_kl, or values: [R] of the row's response, with a graph."""
         prompt = rows.prompt_ids_BP[row, rows.prompt_ids_BP.shape[1] - int(rows.prompt_length_B[row]) :]
         response = rows.response_ids_BR[row, : int(rows.response_length_B[row])].long()
         tokens, before = torch.cat([prompt.long(), response])[None].to(self.device), slice(len(prompt) - 1, -1)
@@ -68,6 +76,7 @@ class PlainModel:
         log_probs = self.distribution(self.hf, tokens)[before]
         chosen = log_probs.gather(1, response[:, None].to(self.device))[:, 0]
         found = {"log_probs": chosen.cpu(), "entropy": -(log_probs.exp() * log_probs).sum(dim=-1).cpu()}
+        found["sum_pi_squared"] = (2 * log_probs).exp().sum(dim=-1).cpu()
         if self.reference is None:
             return found
         with torch.no_grad():
@@ -76,13 +85,13 @@ class PlainModel:
 
     def distribution(self, hf: Any, tokens: Tensor) -> Tensor:
         """Log-probs of all ids that the tokenizer knows, after each token: [L, V]."""
-        logits = hf(input_ids=tokens, use_cache=False).logits[0, :, : self.vocab_size].float()
-        return (logits / TEMPERATURE).log_softmax(dim=-1)
+        logits = hf(input_ids=tokens, use_cache=False).logits[0, :, : self.vocab_size].to(self.dtype)
+        return (logits / self.temperature).log_softmax(dim=-1)
 
     @torch.no_grad()
     def column(self, rows: Sequences, name: str) -> Tensor:
         """One answer for all rows, [B, R], 0 where there is no response."""
-        found = torch.zeros(rows.response_ids_BR.shape)
+        found = torch.zeros(rows.response_ids_BR.shape, dtype=self.dtype)
         for row in range(len(rows)):
             answer = self.answers(rows, row)[name]
             found[row, : len(answer)] = answer
@@ -104,11 +113,9 @@ class PlainModel:
             for name, weight in self.hf.named_parameters()
         }
         self.hf.zero_grad(set_to_none=True)
-        if scale == 0:
-            raise ValueError(
-                "no row of the self-check has a loss under these settings, so there is nothing to compare: widen the "
-                "bounds (algorithm.rollout_correction, actor_rollout_ref.actor.ratio_skip_threshold) for the check"
-            )
+        if self.adapters is not None:
+            head = {name: of for name, of in gradient.items() if name == VALUE_HEAD}
+            gradient = self.adapters.gradient(gradient) | head
         return Measured(loss=total, gradient=gradient, scale=scale)
 
 
@@ -142,33 +149,13 @@ def _stored_head(folder: Path) -> Tensor | None:
     return None
 
 
-def with_adapters(
-    plain: dict[str, Tensor], found: dict[str, Tensor], adapters: dict[str, Tensor], scale: float
-) -> dict[str, Tensor]:
-    """The plain gradient in the weights of `found`: where those are LoRA's, W' = W + scale * B A, by the chain rule.
-
-    adapters: A and scale * B by name, as the engine exports them.
-    """
-    expected = {}
-    for name in found:
-        module, _, part = name.partition(".lora_")
-        if not part:
-            expected[name] = plain[name]
-        elif part.startswith("A"):
-            expected[name] = adapters[f"{module}.lora_B.weight"].T @ plain[f"{module}.weight"]
-        else:
-            expected[name] = scale * plain[f"{module}.weight"] @ adapters[f"{module}.lora_A.weight"].T
-    return expected
-
-
 def apart(reference: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     """Largest difference of two gradients by the size of the tensor's, or by a thousandth of the largest one's.
 
-    Some gradients are zero by symmetry (the bias of attention keys): what rounding leaves there is no yardstick.
+    Infinite where one has a weight that the other lacks. Some gradients are zero by symmetry (the bias of attention
+    keys): what rounding leaves there is no yardstick.
     """
-    if reference.keys() != other.keys():
-        raise ValueError(f"gradients of different weights: {sorted(reference.keys() ^ other.keys())[:5]}")
-    if not all(bool(tensor.isfinite().all()) for tensor in other.values()):
+    if reference.keys() != other.keys() or not all(bool(tensor.isfinite().all()) for tensor in other.values()):
         return math.inf
     floor = 1e-3 * max(float(tensor.abs().max()) for tensor in reference.values())
     return max(

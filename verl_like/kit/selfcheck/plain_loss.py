@@ -6,13 +6,17 @@ tokens that clip_cov and kl_cov select. Masks, denominators, weights, joining an
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 from torch import Tensor
 
+from verl_like.algorithms.kl import FULL_KL_KIND
 from verl_like.algorithms.objectives import PolicyObjective
 from verl_like.algorithms.policy_losses import POLICY_LOSSES, PolicyBatch
 from verl_like.config import PPOConfig
@@ -84,9 +88,25 @@ class PlainPolicyLoss:
         for row in rows:
             row.episode_tokens = sum(int(part.mask_R.sum()) for part in rows if part.episode == row.episode)
         self.rows = self.weighted(rows)
-        tokens = sum(int(row.mask_R.sum()) for row in rows)
-        constant = actor.loss_scale_factor or float(self.config.data.max_response_length)
-        self.joining = Joining(num_tokens=tokens, num_episodes=len({row.episode for row in rows}), constant=constant)
+        self.count()
+
+    def count(self) -> None:
+        """Count the denominators of this mini-batch."""
+        tokens, episodes = sum(int(row.mask_R.sum()) for row in self.rows), {row.episode for row in self.rows}
+        constant = self.config.actor_rollout_ref.actor.loss_scale_factor or float(self.config.data.max_response_length)
+        self.joining = Joining(num_tokens=tokens, num_episodes=len(episodes), constant=constant)
+
+    def of(self, numbers: Sequence[int]) -> Self:
+        """The loss of one mini-batch: some rows of the batch, with counts and weights of their own."""
+        part = copy.copy(self)
+        by_number = {row.number: row for row in self.rows}
+        part.rows = [by_number[number] for number in numbers if number in by_number]
+        if self.config.actor_rollout_ref.actor.sample_weight.scope == "mini_batch":
+            for row in part.rows:
+                row.sample_weight = 1.0
+            part.rows = part.weighted(part.rows)
+        part.count()
+        return part
 
     def cut(self, column_BR: Tensor, row: int) -> Tensor:
         """A row of a column, without padding."""
@@ -165,7 +185,7 @@ class PlainPolicyLoss:
         loss = self.joining.row(loss_R * row.sample_weight, row, joined)
         if actor.use_kl_loss:
             kl_R = full_kl_R
-            if kl_R is None:
+            if kl_R is None or actor.kl_loss_type != FULL_KL_KIND:
                 kl_R = kl_term(log_probs_R - self.cut(material.ref_log_probs_BR, row.number), str(actor.kl_loss_type))
             kl_R = kl_R * ratio_R if actor.use_unbiased_kl else kl_R
             loss = loss + actor.kl_loss_coef * self.joining.row(kl_R, row, mode)

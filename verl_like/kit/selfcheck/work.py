@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from verl_like.algorithms.kl import FULL_KL_KIND
 from verl_like.batch import Rollouts
@@ -32,6 +32,7 @@ from verl_like.models.loading import load_hf_config, load_tokenizer
 
 LONG_ROW = 600  # [tokens] longer than the attention's blocks (64) and than the rows it takes by products (512)
 _BEYOND = 64  # [tokens] by which the longest row is longer than a sliding window
+_FIRST = 2  # layers of a model that is too large
 _SCORES_LIMIT = 4 * 2**30  # [bytes] of attention scores that the plain model may keep of one row
 
 
@@ -100,7 +101,13 @@ def policy_case(
     rows = material(rollouts, log_probs_BR, torch.zeros_like(log_probs_BR), old)
     shares = {count: shares_of(config, rows, old, ranks=count) for count in {1, ranks}}
     loss = PlainPolicyLoss(config=config, material=rows, old=old).selecting(shares[1][0][0].selected_BR)
-    return Case(name=name, old=old, material=rows, column=log_probs_BR, shares=shares, plain=plain.measure(loss))
+    measured = plain.measure(loss)
+    if measured.scale == 0:
+        raise ValueError(
+            "no row of the self-check has a loss under these settings, so there is nothing to compare: widen the "
+            "bounds (algorithm.rollout_correction, actor_rollout_ref.actor.ratio_skip_threshold) for the check"
+        )
+    return Case(name=name, old=old, material=rows, column=log_probs_BR, shares=shares, plain=measured)
 
 
 def critic_case(config: PPOConfig, plain: PlainModel, rollouts: Rollouts, old: OldLogProbs) -> Case:
@@ -168,18 +175,56 @@ def comparable(config: PPOConfig) -> PPOConfig:
     policy = dataclasses.replace(
         policy,
         model=_without_dropout(policy.model),
-        actor=dataclasses.replace(policy.actor, fsdp_config=_float32(policy.actor.fsdp_config)),
+        actor=dataclasses.replace(policy.actor, fsdp_config=float32(policy.actor.fsdp_config)),
+        ref=dataclasses.replace(policy.ref, fsdp_config=float32(policy.ref.fsdp_config)),
     )
     model = _without_dropout(critic.model) if needs_critic(critic, config.algorithm) else critic.model
-    model = dataclasses.replace(model, fsdp_config=_float32(model.fsdp_config))
+    model = dataclasses.replace(model, fsdp_config=float32(model.fsdp_config))
     return dataclasses.replace(config, actor_rollout_ref=policy, critic=dataclasses.replace(critic, model=model))
 
 
-def _float32(fsdp: FSDPConfig) -> FSDPConfig:
-    return dataclasses.replace(fsdp, dtype="float32", model_dtype="float32", tensor_parallel_size=1)
+def float32(fsdp: FSDPConfig) -> FSDPConfig:
+    """Copy with everything computed and kept in float32."""
+    return dataclasses.replace(fsdp, dtype="float32", model_dtype="float32")
+
+
+def with_rows_apart(config: PPOConfig) -> PPOConfig:
+    """Copy without tensor parallelism."""
+    policy, critic = config.actor_rollout_ref, config.critic
+    alone = [
+        dataclasses.replace(each, tensor_parallel_size=1)
+        for each in (policy.actor.fsdp_config, critic.model.fsdp_config)
+    ]
+    policy = dataclasses.replace(policy, actor=dataclasses.replace(policy.actor, fsdp_config=alone[0]))
+    critic = dataclasses.replace(critic, model=dataclasses.replace(critic.model, fsdp_config=alone[1]))
+    return dataclasses.replace(config, actor_rollout_ref=policy, critic=critic)
 
 
 Model = TypeVar("Model", bound=ModelConfig)
+
+
+def with_first_layers(config: PPOConfig, bytes_each: int, room: int) -> tuple[PPOConfig, list[str]]:
+    """Cut the models to their first two layers where a step of them, `bytes_each` a weight, has no room; and say so."""
+    policy, hf_config = config.actor_rollout_ref, load_hf_config(config.actor_rollout_ref.model)
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=policy.model.trust_remote_code)
+    count, text = sum(weight.numel() for weight in whole.parameters()), hf_config.get_text_config()
+    if count * bytes_each <= room or text.num_hidden_layers <= _FIRST:
+        return config, []
+    fewer: dict[str, Any] = {"num_hidden_layers": _FIRST}
+    if "layer_types" in text and text.layer_types is not None:
+        fewer["layer_types"] = text.layer_types[:_FIRST]
+
+    def cut(model: Model) -> Model:
+        return dataclasses.replace(model, override_config=model.override_config | fewer)
+
+    critic = config.critic
+    if needs_critic(critic, config.algorithm):
+        critic = dataclasses.replace(critic, model=cut(critic.model))
+    policy = dataclasses.replace(policy, model=cut(policy.model))
+    room_for = f"{count:,} weights of {bytes_each} bytes have no room here"
+    note = f"the first {_FIRST} of {text.num_hidden_layers} layers: {room_for}"
+    return dataclasses.replace(config, actor_rollout_ref=policy, critic=critic), [note]
 
 
 def _without_dropout(model: Model) -> Model:

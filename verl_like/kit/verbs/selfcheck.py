@@ -1,4 +1,4 @@
-"""`verl-like selfcheck ...`: a command line of main_ppo, checked instead of run."""
+"""`verl-like selfcheck ...`: a command line of main_ppo, checked instead of run: one gradient, then two whole steps."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the table; exit status 1 when something differs from the plain model, or depends on how a batch is cut."""
+    """Print two tables; exit status 1 when something differs from the plain model, or depends on how a batch is cut."""
     from verl_like.config import ModelConfig
     from verl_like.kit.selfcheck.check import SelfCheck
+    from verl_like.kit.selfcheck.plain_adapters import with_noise
     from verl_like.kit.selfcheck.report import table
+    from verl_like.kit.selfcheck.step_proof import prove_step
     from verl_like.kit.selfcheck.tiny import DESCRIPTION, write_tiny_model
     from verl_like.models.location import missing_places
     from verl_like.trainer.compose import compose
@@ -36,7 +38,10 @@ def run(arguments: argparse.Namespace) -> None:
             model = f"none given (actor_rollout_ref.model.path); {DESCRIPTION}"
             config = compose([*arguments.overrides, f"actor_rollout_ref.model.path={write_tiny_model(Path(folder))}"])
         raise_if_any(missing_places(config).values())
+        config = with_noise(config, Path(folder) / "adapters")
         findings, notes = SelfCheck(config=config, num_rows=arguments.rows).run(ranks=arguments.ranks)
-    print("\n".join([f"model: {model}", *notes, table(findings)]))
-    if not all(finding.passed for finding in findings):
+        print("\n".join([f"model: {model}", *notes, table(findings)]), flush=True)
+        steps, notes = prove_step(config, ranks=arguments.ranks)
+    print("\n".join(["", *notes, table(steps)]))
+    if not all(finding.passed for finding in (*findings, *steps)):
         sys.exit(1)

@@ -1,0 +1,289 @@
+"""Proof of a whole step: the honest program passes, and faults at the seams are found where they are."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from verl_like.algorithms import experience
+from verl_like.algorithms.objectives import PolicyObjective
+from verl_like.cluster.worker_group import WorkerError
+from verl_like.config import PPOConfig
+from verl_like.engine import export, optim, sharded_model
+from verl_like.kit.selfcheck.plain_adapters import with_noise
+from verl_like.kit.selfcheck.plain_step import PlainRecord
+from verl_like.kit.selfcheck.real_step import real_steps, small
+from verl_like.kit.selfcheck.report import Finding, table
+from verl_like.kit.selfcheck.step_proof import compared, plain_step, prove_step, schedules
+from verl_like.kit.selfcheck.tiny import CHARACTERS, write_tiny_model
+from verl_like.kit.selfcheck.work import comparable
+from verl_like.models import lora
+from verl_like.trainer import roles
+from verl_like.trainer.compose import compose
+from verl_like.workers import roles as worker_roles
+
+ACTOR, CORRECTION, ROLLOUT = "actor_rollout_ref.actor", "algorithm.rollout_correction", "actor_rollout_ref.rollout"
+COMMON = [
+    "data.train_files=x.parquet",
+    "data.train_batch_size=8",
+    "data.max_prompt_length=24",
+    "data.max_response_length=24",
+    f"{ROLLOUT}.n=4",
+    f"{ROLLOUT}.temperature=0.7",
+    f"{ACTOR}.ppo_mini_batch_size=4",
+    "critic.ppo_mini_batch_size=4",
+]
+CONFIGS: dict[str, list[str]] = {
+    "grpo": ["algorithm.adv_estimator=grpo", f"{ACTOR}.entropy_coeff=0.1", f"{ACTOR}.entropy_checkpointing=True"],
+    "gae": ["algorithm.adv_estimator=gae", "algorithm.lam=0.9"],
+    "one update": [
+        "algorithm.adv_estimator=grpo",
+        f"{ACTOR}.ppo_mini_batch_size=8",
+        f"{CORRECTION}.rollout_is=token",
+        f"{CORRECTION}.rollout_is_threshold=2.0",
+    ],
+    "lora": ["algorithm.adv_estimator=rloo", "actor_rollout_ref.model.lora_rank=4"],
+    "kl in reward": ["algorithm.adv_estimator=reinforce_plus_plus", "algorithm.use_kl_in_reward=True"],
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_tiny_model(tmp_path_factory.mktemp("step"))
+
+
+class Plain:
+    """Configuration of the proof with its first plain step, which no fault touches."""
+
+    def __init__(self, keys: list[str], model: str, folder: Path) -> None:
+        composed = compose([*COMMON, *keys, f"actor_rollout_ref.model.path={model}", f"critic.model.path={model}"])
+        self.config = small(comparable(with_noise(composed, folder)), 1)
+        step = plain_step(self.config, len(CHARACTERS) + 3)
+        self.rollouts, self.scores = step.rollouts, step.scores
+        self.record: PlainRecord = step.run()
+
+    def findings(self) -> list[Finding]:
+        (real,) = real_steps(self.config, self.rollouts, self.scores, count=1)
+        return list(compared(self.record, real, self.rollouts.response_mask_BR))
+
+
+@pytest.fixture(scope="module")
+def plain(model: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Plain]:
+    made: dict[str, Plain] = {}
+
+    def make(name: str) -> Plain:
+        if name not in made:
+            made[name] = Plain(CONFIGS[name], model, tmp_path_factory.mktemp("adapters"))
+        return made[name]
+
+    return make
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_sound_step_passes(plain: Callable[[str], Plain], name: str) -> None:
+    findings = plain(name).findings()
+    assert all(each.passed for each in findings), table(findings)
+    assert max(each.difference for each in findings) > 0  # not a comparison of a thing with itself
+
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def around(target: Any, name: str, change: Callable[..., Any]) -> Plant:
+    """Replace target.name by `change`, which gets it as first argument."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        own = getattr(target, name)
+        patch.setattr(target, name, lambda *given, **options: change(own, *given, **options))
+
+    return plant
+
+
+def shifted(own: Any, role: Any, batch: Any) -> Any:
+    found = own(role, batch)
+    return found.replace(old_log_probs_T=found.old_log_probs_T.roll(1))
+
+
+def without_temperature(own: Any, role: Any, *given: Any) -> None:
+    own(role, *given)
+    role.temperature = 1.0
+
+
+def of_another_group(own: Any, inputs: Any, algorithm: Any) -> Any:
+    return own(inputs.replace(group_B=inputs.group_B.roll(1)), algorithm)
+
+
+def of_another_token(own: Any, inputs: Any, algorithm: Any) -> Any:
+    return own(inputs.replace(values_T=inputs.values_T.roll(1)), algorithm)
+
+
+def without_correction(own: Any, role: Any, *given: Any) -> None:
+    own(role, *given)
+    role.objective = PolicyObjective(role.objective.actor)
+
+
+def of_the_whole_batch(own: Any, *given: Any) -> Any:
+    found = own(*given)
+    return dataclasses.replace(found, num_tokens=2 * found.num_tokens, num_sequences=2 * found.num_sequences)
+
+
+def without_the_last(own: Any, *given: Any) -> Iterator[Any]:
+    return iter(list(own(*given))[:-1])
+
+
+def by_alpha_alone(own: Any, adapters: Any, parts: dict[str, Tensor]) -> Tensor:
+    delta = parts["lora_B.weight"].float() @ parts["lora_A.weight"].float()
+    return (parts["weight"].float() + adapters.alpha * delta).to(parts["weight"].dtype)
+
+
+def with_a_frozen(own: Any, *given: Any, **options: Any) -> Any:
+    adapters = own(*given, **options)
+    for module in adapters.modules:
+        module.lora_A.weight.requires_grad_(False)
+    return adapters
+
+
+def half_of_them(own: Any, *given: Any) -> list[str]:
+    return own(*given)[::2]
+
+
+def a_twice(own: Any, module: Any, given: Tensor) -> Tensor:
+    base = nn.functional.linear(given, module.weight, module.bias)
+    inner = module.lora_A(given)
+    return base + module.lora_B(2 * inner - inner.detach()) * module.scale
+
+
+def with_padded_vocabulary(own: Any, spec: Any, *given: Any) -> Any:
+    return own(dataclasses.replace(spec, tokenizer_size=len(CHARACTERS) + 6), *given)
+
+
+def one_stale(own: Any, *given: Any) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in own(*given):
+        yield name, tensor * 1.001 if name == "model.layers.1.mlp.up_proj.weight" else tensor
+
+
+def entropy_detached(own: Any, objective: Any, outputs: Any, *given: Any) -> Any:
+    return own(objective, outputs | {"entropy": outputs["entropy"].detach()}, *given)
+
+
+def losers_apart(own: Any, objective: Any, rows: Any) -> Tensor:
+    return (rows.advantages_BR * rows.response_mask_BR).sum(dim=1) <= 0
+
+
+def rejected_left_in(own: Any, *given: Any) -> Any:
+    found = own(*given)
+    return dataclasses.replace(found, weights_T=None)
+
+
+def undecayed(own: Any, parameters: Any, settings: Any) -> Any:
+    return own(parameters, dataclasses.replace(settings, weight_decay=0.5))
+
+
+def own_again(own: Any, trainer: Any, rollouts: Any) -> Any:
+    return own(trainer, rollouts.replace(rollout_log_probs_T=rollouts.rollout_log_probs_T * 0.5))
+
+
+FAULTS: dict[str, tuple[str, Plant, str]] = {
+    "log-probs come back a token late": (
+        "grpo",
+        around(worker_roles.ActorRole, "log_probs", shifted),
+        "old log-probs",
+    ),
+    "the worker forgets the temperature": (
+        "grpo",
+        around(worker_roles.ActorRole, "__init__", without_temperature),
+        "old log-probs",
+    ),
+    "advantages of another group": ("grpo", around(experience, "compute_advantages", of_another_group), "advantages"),
+    "values of another token": ("gae", around(experience, "compute_advantages", of_another_token), "advantages"),
+    "the worker forgets the correction": (
+        "one update",
+        around(worker_roles.ActorRole, "__init__", without_correction),
+        "actor: mini-batch 1: gradient norm",
+    ),
+    "denominators of the whole batch": (
+        "grpo",
+        around(roles, "denominators_of", of_the_whole_batch),
+        "actor: mini-batch 1: gradient norm",
+    ),
+    "the last mini-batch is dropped": (
+        "grpo",
+        around(roles.RoleHandle, "_minibatches", without_the_last),
+        "actor: optimizer steps",
+    ),
+    "the merge scales by alpha": ("lora", around(lora.Adapters, "_sum", by_alpha_alone), "actor: change"),
+    "A is frozen": ("lora", around(lora, "attach", with_a_frozen), "actor: mini-batch 1: gradient norm"),
+    "A learns twice": ("lora", around(lora.LoRALinear, "forward", a_twice), "actor: mini-batch 1: gradient norm"),
+    "ids that only pad are likely": (
+        "grpo",
+        around(worker_roles, "build_engine", with_padded_vocabulary),
+        "old log-probs",
+    ),
+    "one weight is stale in the export": ("grpo", around(export.WeightExport, "stream", one_stale), "actor: change"),
+    "the entropy has no gradient": (
+        "grpo",
+        around(PolicyObjective, "__call__", entropy_detached),
+        "actor: mini-batch 1: gradient norm",
+    ),
+    "losing rows are not trained": (
+        "gae",
+        around(PolicyObjective, "without_gradient", losers_apart),
+        "actor: mini-batch 1: gradient norm",
+    ),
+    "another weight decay": ("grpo", around(sharded_model, "build_optimizer", undecayed), "actor: mini-batch 2"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found_where_it_is(
+    plain: Callable[[str], Plain], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    config, plant, where = FAULTS[name]
+    sound = plain(config)
+    plant(monkeypatch)
+    wrong = [each.name for each in sound.findings() if not each.passed]
+    assert wrong and wrong[0].startswith(where)
+
+
+def test_adapters_on_fewer_layers_do_not_start(plain: Callable[[str], Plain], monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = plain("lora")
+    around(lora, "_targets", half_of_them)(monkeypatch)
+    with pytest.raises(WorkerError, match="does not fit"):
+        sound.findings()
+
+
+def kl_added(own: Any, rewards_T: Tensor, mask_T: Tensor, known: Any, algorithm: Any, kl_coef: float) -> Any:
+    return own(rewards_T, mask_T, known, algorithm, -kl_coef)
+
+
+def test_the_second_step_has_a_penalty(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first the policy is its own reference."""
+    keys = [*COMMON, *CONFIGS["kl in reward"], "algorithm.kl_ctrl.kl_coef=0.5", f"actor_rollout_ref.model.path={model}"]
+    findings, notes = prove_step(compose(keys), ranks=1)
+    assert notes == [] and all(each.passed for each in findings), table(findings)
+    around(experience, "subtract_kl", kl_added)(monkeypatch)
+    findings, _ = prove_step(compose(keys), ranks=1)
+    assert next(each.name for each in findings if not each.passed) == "step 2: advantages"
+
+
+def test_the_schedule_of_the_whole_run(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = [f"{ACTOR}.optim.warmup_style=cosine", f"{ACTOR}.optim.lr_warmup_steps=3", "trainer.total_training_steps=20"]
+    config: PPOConfig = compose([*COMMON, *CONFIGS["grpo"], *keys, f"actor_rollout_ref.model.path={model}"])
+    (line,) = schedules(config)
+    assert line.passed
+    around(optim, "cosine_factor", lambda own, step, *given: own(step + 1, *given))(monkeypatch)
+    (line,) = schedules(config)
+    assert line.name == "actor: learning rate of every step" and not line.passed
+
+
+def test_a_shared_formula_is_said(model: str) -> None:
+    keys = ["algorithm.adv_estimator=opo", "algorithm.whiten_advantages=True", f"actor_rollout_ref.model.path={model}"]
+    findings, notes = prove_step(compose([*COMMON, *keys]), ranks=1)
+    assert all(each.passed for each in findings), table(findings)
+    (note,) = notes
+    assert note == "credit: shared formula (algorithm.whiten_advantages, algorithm.adv_estimator=opo)"

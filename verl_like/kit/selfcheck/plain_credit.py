@@ -1,0 +1,139 @@
+"""Rewards and advantages written down once more, an episode at a time in plain numbers: the yardstick of a whole step.
+
+Formulas are those of docs/algorithms.md; an estimator that is not written down here is borrowed, and said to be.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from verl_like.config import AlgorithmConfig
+
+Numbers = list[float]
+Credit = list[tuple[Numbers, Numbers]]  # advantages and returns of each episode's tokens
+
+
+@dataclass(slots=True, kw_only=True)
+class PlainEpisode:
+    """One response, its rows joined; a list has one number for each of its tokens."""
+
+    group: int
+    rows: list[int]  # in the rollouts
+    mask: list[bool]  # sampled by the policy
+    rewards: Numbers
+    values: Numbers
+    baseline: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Reward of the whole response."""
+        return sum(r for r, inside in zip(self.rewards, self.mask, strict=True) if inside)
+
+
+def place_reward(episode: PlainEpisode, score: float, kl: Numbers, coefficient: float) -> None:
+    """Score on the last sampled token, less the penalty on each."""
+    last = max(place for place, inside in enumerate(episode.mask) if inside)
+    for place, inside in enumerate(episode.mask):
+        episode.rewards[place] = (score if place == last else 0.0) - (coefficient * kl[place] if inside else 0.0)
+
+
+def credit(episodes: Sequence[PlainEpisode], algorithm: AlgorithmConfig) -> Credit:
+    """(advantages, returns) of each episode's tokens, 0 on what was not sampled. KeyError: not written down here."""
+    return OWN_ESTIMATORS[algorithm.adv_estimator](episodes, algorithm)
+
+
+def _gae(episodes: Sequence[PlainEpisode], algorithm: AlgorithmConfig) -> Credit:
+    raw, returns = [], []
+    for episode in episodes:
+        advantages, following, later = [0.0] * len(episode.mask), 0.0, 0.0
+        for t in reversed([t for t, inside in enumerate(episode.mask) if inside]):
+            error = episode.rewards[t] + algorithm.gamma * following - episode.values[t]
+            later = error + algorithm.gamma * algorithm.lam * later
+            advantages[t], following = later, episode.values[t]
+        raw.append(advantages)
+        returns.append(
+            [a + v if ok else 0.0 for a, v, ok in zip(advantages, episode.values, episode.mask, strict=True)]
+        )
+    return list(zip(_whitened(episodes, raw), returns, strict=True))
+
+
+def _reinforce_plus_plus(episodes: Sequence[PlainEpisode], algorithm: AlgorithmConfig) -> Credit:
+    returns = [_to_go(episode, algorithm.gamma) for episode in episodes]
+    return list(zip(_whitened(episodes, returns), returns, strict=True))
+
+
+def _remax(episodes: Sequence[PlainEpisode], algorithm: AlgorithmConfig) -> Credit:
+    found = []
+    for episode in episodes:
+        returns = _to_go(episode, 1.0)
+        less = [r - episode.baseline if ok else 0.0 for r, ok in zip(returns, episode.mask, strict=True)]
+        found.append((less, returns))
+    return found
+
+
+def _by_group(
+    weigh: Callable[[float, Numbers, AlgorithmConfig], float],
+) -> Callable[..., Credit]:
+    """Estimator of one number for each response, from its reward and those of its group."""
+
+    def estimate(episodes: Sequence[PlainEpisode], algorithm: AlgorithmConfig) -> Credit:
+        found = []
+        for episode in episodes:
+            others = [each.total for each in episodes if each.group == episode.group]
+            value = weigh(episode.total, others, algorithm) if len(others) > 1 else 0.0
+            advantages = [value if inside else 0.0 for inside in episode.mask]
+            found.append((advantages, advantages))
+        return found
+
+    return estimate
+
+
+def _grpo(reward: float, group: Numbers, algorithm: AlgorithmConfig) -> float:
+    mean = sum(group) / len(group)
+    deviation = math.sqrt(sum((each - mean) ** 2 for each in group) / (len(group) - 1))
+    return (reward - mean) / (deviation + 1e-6 if algorithm.norm_adv_by_std_in_grpo else 1.0)
+
+
+def _dr_grpo(reward: float, group: Numbers, algorithm: AlgorithmConfig) -> float:
+    return reward - sum(group) / len(group)
+
+
+def _rloo(reward: float, group: Numbers, algorithm: AlgorithmConfig) -> float:
+    return reward - (sum(group) - reward) / (len(group) - 1)
+
+
+def _to_go(episode: PlainEpisode, gamma: float) -> Numbers:
+    """Discounted sum of the rewards from each sampled token on."""
+    found, later = [0.0] * len(episode.mask), 0.0
+    for t in reversed([t for t, inside in enumerate(episode.mask) if inside]):
+        found[t] = later = episode.rewards[t] + gamma * later
+    return found
+
+
+def _whitened(episodes: Sequence[PlainEpisode], values: list[Numbers]) -> list[Numbers]:
+    """Less the mean over all sampled tokens of the batch, by their deviation."""
+    inside = [
+        value
+        for episode, row in zip(episodes, values, strict=True)
+        for value, ok in zip(row, episode.mask, strict=True)
+        if ok
+    ]
+    mean = sum(inside) / len(inside)
+    variance = sum((value - mean) ** 2 for value in inside) / max(len(inside) - 1, 1)
+    scale = 1.0 / math.sqrt(variance + 1e-8)
+    return [
+        [(value - mean) * scale if ok else 0.0 for value, ok in zip(row, episode.mask, strict=True)]
+        for episode, row in zip(episodes, values, strict=True)
+    ]
+
+
+OWN_ESTIMATORS: dict[str, Callable[[Sequence[PlainEpisode], AlgorithmConfig], Credit]] = {
+    "gae": _gae,
+    "grpo": _by_group(_grpo),
+    "dr_grpo": _by_group(_dr_grpo),
+    "rloo": _by_group(_rloo),
+    "reinforce_plus_plus": _reinforce_plus_plus,
+    "remax": _remax,
+}

@@ -1,0 +1,388 @@
+"""A whole step written down once more: models row by row, credit, mini-batches, losses, clipping and AdamW, in float64.
+
+Nothing here goes through the engine, the workers or the driver. What has no formula of its own in this folder is
+borrowed from verl_like/algorithms, and `PlainStep.notes` says which.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_like.algorithms.experience import make_experience
+from verl_like.algorithms.kl import FULL_KL_KIND, KLController
+from verl_like.algorithms.minibatch import cut_minibatches
+from verl_like.algorithms.moments import RunningMoments
+from verl_like.algorithms.preparation import prepare_minibatch
+from verl_like.algorithms.reward_shaping import shape_rewards
+from verl_like.batch import Evaluated, Rollouts, Scores, whole_episodes
+from verl_like.config import AlgorithmConfig, OptimConfig, PPOConfig
+from verl_like.config.batch_plan import needs_sum_pi_squared
+from verl_like.kit.selfcheck.driver import experience_of, old_log_probs_of
+from verl_like.kit.selfcheck.material import Material
+from verl_like.kit.selfcheck.plain import PlainModel
+from verl_like.kit.selfcheck.plain_credit import OWN_ESTIMATORS, PlainEpisode, credit, place_reward
+from verl_like.kit.selfcheck.plain_loss import PlainPolicyLoss, PlainValueLoss, kl_term
+
+ROUNDING = 1e-3  # of a tensor's largest gradient: from less than that Adam makes a whole step in any direction
+_SHAPING = (
+    *("reward_norm", "reward_scaling", "agent_reward_norm", "reward_clip", "token_reward_clip", "whiten_rewards"),
+    *("whiten_advantages", "advantage_clip"),
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class Minibatch:
+    """One optimizer step: what it computed. No gradient where no row had one."""
+
+    loss: float
+    norm: float  # of the gradient, before clipping
+    rate: float
+
+
+@dataclass(kw_only=True)
+class PlainOptimizer:
+    """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) after clipping of the norm, over tensors by name."""
+
+    optim: OptimConfig
+    clip: float
+    total_steps: int  # of training, for the schedule
+    weights: dict[str, Tensor]
+    _moments: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _updates: int = 0
+    steps_done: int = 0  # training steps
+
+    def rate(self) -> float:
+        """Learning rate of this training step: linear warm-up, then constant or cosine, as in verl."""
+        optim = self.optim
+        total = optim.total_training_steps if optim.total_training_steps > 0 else self.total_steps
+        warmup = optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else int(optim.lr_warmup_steps_ratio * total)
+        if optim.warmup_style == "constant":
+            return optim.lr * (min(1.0, self.steps_done / warmup) if warmup else 1.0)
+        floor = optim.min_lr_ratio or 0.0
+        if self.steps_done < warmup:
+            return optim.lr * (floor + (1 - floor) * self.steps_done / warmup)
+        turn = math.cos(2 * math.pi * optim.num_cycles * (self.steps_done - warmup) / max(1, total - warmup))
+        return optim.lr * max(floor, turn * (1 - floor) / 2 + (1 + floor) / 2)
+
+    @torch.no_grad()
+    def step(self, gradient: dict[str, Tensor]) -> tuple[float, float]:
+        """Change the weights; return the norm before clipping, and the learning rate."""
+        norm = math.sqrt(sum(float((each.double() ** 2).sum()) for each in gradient.values()))
+        shrink, rate, (first, second) = min(1.0, self.clip / (norm + 1e-6)), self.rate(), self.optim.betas
+        self._updates += 1
+        for name, whole in gradient.items():
+            clipped, weight = whole * shrink, self.weights[name]
+            mean, square = self._moments.get(name, (torch.zeros_like(whole), torch.zeros_like(whole)))
+            mean = first * mean + (1 - first) * clipped
+            square = second * square + (1 - second) * clipped**2
+            self._moments[name] = mean, square
+            weight.mul_(1 - rate * self.optim.weight_decay)
+            root = (square / (1 - second**self._updates)).sqrt() + self.optim.eps
+            weight.sub_((rate * (mean / (1 - first**self._updates)) / root).to(weight.device))
+        return norm, rate
+
+
+class PlainRole:
+    """A model that is trained: its weights, optimizer, and what each optimizer step computed."""
+
+    def __init__(self, model: PlainModel, optim: OptimConfig, clip: float, total_steps: int) -> None:
+        self.model, self.minibatches = model, list[Minibatch]()
+        self.seen = dict[str, Tensor]()  # by weight: where every step's gradient was more than rounding
+        weights = dict(model.hf.named_parameters())
+        if model.adapters is not None:
+            weights = model.adapters.trained() | {n: w for n, w in weights.items() if n.startswith("score.")}
+        self.optimizer = PlainOptimizer(optim=optim, clip=clip, total_steps=total_steps, weights=weights)
+
+    def begin(self) -> None:
+        """Forget the last step's optimizer steps."""
+        self.minibatches, self.seen = [], {}
+
+    def step(self, loss: PlainPolicyLoss) -> None:
+        """Take one optimizer step over the rows of the loss; none where no token is trained on."""
+        if loss.joining.num_tokens == 0:
+            return
+        found = self.model.measure(loss)
+        for name, gradient in found.gradient.items():
+            large = gradient.abs() > ROUNDING * gradient.abs().max()
+            self.seen[name] = large & self.seen[name] if name in self.seen else large
+        norm, rate = self.optimizer.step(found.gradient)
+        if self.model.adapters is not None:
+            self.model.adapters.merge(self.model.hf)
+        self.minibatches.append(Minibatch(loss=found.loss, norm=norm, rate=rate))
+
+    @torch.no_grad()
+    def take(self, weights: dict[str, Tensor]) -> None:
+        """Go on from the run's own weights, where all are trained: Adam makes steps of rounding, which would add up."""
+        if self.model.adapters is None:
+            for name, weight in self.model.hf.named_parameters():
+                weight.copy_(weights.get(name, weight))
+
+    def weights(self) -> dict[str, Tensor]:
+        """Copy every weight, adapters added in, to the host."""
+        return {name: weight.detach().cpu().clone() for name, weight in self.model.hf.named_parameters()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainRecord:
+    """A step that was made plainly. Columns are float64 [B, R] by name; weights by role.
+
+    seen: by role and weight, where the gradient of each optimizer step was more than rounding.
+    """
+
+    kept: list[int]
+    columns: dict[str, Tensor]
+    used_log_probs_BR: Tensor
+    before: dict[str, dict[str, Tensor]]
+    after: dict[str, dict[str, Tensor]]
+    minibatches: dict[str, list[Minibatch]]
+    seen: dict[str, dict[str, Tensor]]
+
+
+@dataclass(kw_only=True)
+class PlainStep:
+    """The step of a configuration from rollouts and scores.
+
+    `credit` and `update` fill the columns, all of rows that are trained on (`kept`), in the rollouts' order.
+    """
+
+    config: PPOConfig
+    rollouts: Rollouts
+    scores: Scores
+    actor: PlainRole
+    critic: PlainRole | None
+    reference: PlainModel | None
+    notes: list[str] = field(default_factory=list)
+    number: int = 0  # of the step, from 1
+    columns: dict[str, Tensor] = field(default_factory=dict)  # [B, R] by name
+
+    def __post_init__(self) -> None:
+        self.kept = [row for row in range(len(self.rollouts)) if self._trainable(row)]
+        self.kl, self.moments = KLController.from_config(self.config.algorithm.kl_ctrl), RunningMoments()
+
+    @property
+    def trained(self) -> dict[str, PlainRole]:
+        """The roles with an optimizer."""
+        return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
+
+    def run(self) -> PlainRecord:
+        """Compute the next step from the same rows."""
+        self.number += 1
+        for role in self.trained.values():
+            role.begin()
+        before = {name: role.weights() for name, role in self.trained.items()}
+        self.evaluate()
+        self.credit()
+        self.update()
+        return PlainRecord(
+            kept=self.kept,
+            columns=dict(self.columns),
+            used_log_probs_BR=self.used_log_probs(),
+            before=before,
+            after={name: role.weights() for name, role in self.trained.items()},
+            minibatches={name: role.minibatches for name, role in self.trained.items()},
+            seen={name: role.seen for name, role in self.trained.items()},
+        )
+
+    def evaluate(self) -> None:
+        """Log-probs of old policy and reference, entropy and values of all rows."""
+        actor, found = self.actor.model, self.columns
+        found["old_log_probs"], found["entropy"] = (actor.column(self.rollouts, n) for n in ("log_probs", "entropy"))
+        if needs_sum_pi_squared(self.config.algorithm):
+            found["sum_pi_squared"] = actor.column(self.rollouts, "sum_pi_squared")
+        if self.reference is not None:
+            found["ref_log_probs"] = self.reference.column(self.rollouts, "log_probs")
+        if actor.reference is not None:
+            found["full_kl"] = actor.column(self.rollouts, "full_kl")
+        if self.critic is not None:
+            found["values"] = self.critic.model.column(self.rollouts, "values")
+
+    def used_log_probs(self) -> Tensor:
+        """The old log-probs that credit and loss see: recomputed, or the sampler's."""
+        sampled_BR = self.rollouts.rollout_log_probs_BR
+        assert sampled_BR is not None
+        return sampled_BR.double() if old_log_probs_of(self.config) == "sampler" else self.columns["old_log_probs"]
+
+    def credit(self) -> None:
+        """Rewards and advantages of the kept rows."""
+        why = _borrowed(self.config)
+        if why:
+            self.notes.append(f"credit: shared formula ({', '.join(why)})")
+            self._shared_credit()
+        else:
+            self._own_credit()
+
+    def _trainable(self, row: int) -> bool:
+        return bool(self.scores.valid_B[row]) and bool(self.rollouts.response_mask_BR[row].any())
+
+    def _own_credit(self) -> None:
+        algorithm, rollouts = self.config.algorithm, self.rollouts
+        episodes: dict[int, PlainEpisode] = {}
+        for row in self.kept:
+            number = row if rollouts.episode_B is None else int(rollouts.episode_B[row])
+            length, baseline = int(rollouts.response_length_B[row]), self.scores.baseline_B
+            one = episodes.setdefault(
+                number,
+                PlainEpisode(
+                    group=int(rollouts.group_B[row]),
+                    rows=[],
+                    mask=[],
+                    rewards=[],
+                    values=[],
+                    baseline=0.0 if baseline is None else float(baseline[row]),
+                ),
+            )
+            one.rows.append(row)
+            one.mask += rollouts.response_mask_BR[row, :length].tolist()
+            one.rewards += [0.0] * length
+            one.values += self._numbers("values", row, length)
+        means = []
+        for one in episodes.values():
+            penalty = self._penalty(one)
+            place_reward(one, float(self.scores.score_B[one.rows[0]]), penalty, self.kl.coef)
+            inside = [each for each, ok in zip(penalty, one.mask, strict=True) if ok]
+            means.append(sum(inside) / len(inside))
+        if algorithm.use_kl_in_reward:
+            count = len(whole_episodes(rollouts, self.scores)[0])
+            self.kl = self.kl.update(sum(means) / len(means), count)
+        self._write(list(episodes.values()), credit(list(episodes.values()), algorithm))
+
+    def _write(self, episodes: list[PlainEpisode], found: list[tuple[list[float], list[float]]]) -> None:
+        """Put advantages and returns of episodes back on their rows."""
+        shape = self.rollouts.response_mask_BR.shape
+        self.columns |= {n: torch.zeros(shape, dtype=torch.float64) for n in ("advantages", "returns")}
+        for episode, (advantages, returns) in zip(episodes, found, strict=True):
+            begun = 0
+            for row in episode.rows:
+                length = int(self.rollouts.response_length_B[row])
+                for name, values in (("advantages", advantages), ("returns", returns)):
+                    self.columns[name][row, :length] = torch.tensor(values[begun : begun + length]).double()
+                begun += length
+
+    def _penalty(self, episode: PlainEpisode) -> list[float]:
+        """KL of every token of an episode, by algorithm.kl_penalty."""
+        if not self.config.algorithm.use_kl_in_reward:
+            return [0.0] * len(episode.mask)
+        found: list[float] = []
+        for row in episode.rows:
+            length = int(self.rollouts.response_length_B[row])
+            gap_R = (self.used_log_probs() - self.columns["ref_log_probs"])[row, :length]
+            found += kl_term(gap_R, str(self.config.algorithm.kl_penalty)).tolist()
+        return found
+
+    def _numbers(self, name: str, row: int, length: int) -> list[float]:
+        return self.columns[name][row, :length].tolist() if name in self.columns else [0.0] * length
+
+    def _shared_credit(self) -> None:
+        """Let verl_like/algorithms make it from this step's own columns."""
+        config, rollouts = self.config, self.rollouts
+
+        def column(name: str) -> Tensor | None:
+            return self.columns[name].float() if name in self.columns else None
+
+        evaluated = Evaluated(
+            response_length_B=rollouts.response_length_B,
+            old_log_probs_BR=self.used_log_probs().float(),
+            entropy_BR=column("entropy"),
+            sum_pi_squared_BR=column("sum_pi_squared"),
+            ref_log_probs_BR=column("ref_log_probs"),
+            full_kl_BR=column("full_kl"),
+            values_BR=column("values"),
+        )
+        longest = config.data.max_response_length
+        shaped = shape_rewards(config.algorithm, config.reward_model, rollouts, self.scores, self.moments, longest)
+        self.moments = shaped.moments
+        made, metrics = make_experience(
+            config.algorithm,
+            config.actor_rollout_ref.actor,
+            rollouts,
+            self.scores,
+            evaluated,
+            self.kl.coef,
+            reward_B=shaped.reward_B,
+            seed=config.trainer.seed + self.number - 1,
+        )
+        if "critic/kl" in metrics:
+            self.kl = self.kl.update(metrics["critic/kl"], len(whole_episodes(rollouts, self.scores)[0]))
+        shape = rollouts.response_mask_BR.shape
+        for name, values_BR in (("advantages", made.advantages_BR), ("returns", made.returns_BR)):
+            self.columns[name] = torch.zeros(shape, dtype=torch.float64)
+            if values_BR is not None:
+                self.columns[name][self.kept, : values_BR.shape[1]] = values_BR.double()
+
+    def update(self) -> None:
+        """Take all optimizer steps of critic and actor over the kept rows."""
+        config, old = self.config, old_log_probs_of(self.config)
+        material = self._material()
+        if self.critic is not None:
+            whole = PlainValueLoss(config=config, material=material, old=old)
+            for _, rows in self._minibatches(config.critic, material):
+                self.critic.step(whole.of(rows))
+            self.critic.optimizer.steps_done += 1
+        if config.trainer.critic_warmup == 0:
+            whole = PlainPolicyLoss(config=config, material=material, old=old)
+            for place, rows in self._minibatches(config.actor_rollout_ref.actor, material):
+                self.actor.step(whole.of(rows).selecting(self._selected(material, rows, place)))
+            self.actor.optimizer.steps_done += 1
+
+    def _material(self) -> Material:
+        """The columns of the kept rows."""
+        rows = self.rollouts.select(torch.tensor(self.kept))
+        width = rows.response_mask_BR.shape[1]
+        empty = torch.zeros(self.rollouts.response_mask_BR.shape, dtype=torch.float64)
+
+        def kept(column_BR: Tensor) -> Tensor:
+            return column_BR[self.kept, :width]
+
+        return Material(
+            rollouts=rows,
+            scores=self.scores.select(torch.tensor(self.kept)),
+            advantages_BR=kept(self.columns["advantages"]),
+            returns_BR=kept(self.columns["returns"]),
+            old_log_probs_BR=kept(self.columns["old_log_probs"]),
+            ref_log_probs_BR=kept(self.columns.get("ref_log_probs", empty)),
+            values_BR=kept(self.columns.get("values", empty)),
+        )
+
+    def _selected(self, material: Material, rows: list[int], place: tuple[int, int]) -> Tensor | None:
+        """The tokens that clip_cov and kl_cov choose, [rows of the mini-batch's loss, R]: the driver's own choice."""
+        actor = self.config.actor_rollout_ref.actor
+        if actor.policy_loss.loss_mode not in ("clip_cov", "kl_cov"):
+            return None
+        experience = experience_of(self.config, material, old_log_probs_of(self.config))
+        chosen = prepare_minibatch(experience.select(rows), actor, (self.config.trainer.seed, self.number, *place))
+        return chosen.selected_BR
+
+    def _minibatches(self, role: Any, material: Material) -> Iterator[tuple[tuple[int, int], list[int]]]:
+        """(Epoch, number) and rows of each optimizer step: whole groups by their first row, epoch after epoch."""
+        group_B = material.rollouts.group_B
+        groups = list(dict.fromkeys(group_B.tolist()))
+        for epoch in range(role.ppo_epochs):
+            if role.shuffle:  # the order that is drawn is the driver's to choose
+                size, seed = role.ppo_mini_batch_size, self.config.trainer.seed + self.number
+                cut = cut_minibatches(group_B, prompts_per_mini_batch=size, shuffle=True, seed=seed, epoch=epoch)
+                yield from (((epoch, number), rows.tolist()) for number, rows in enumerate(cut))
+                continue
+            for start in range(0, len(groups), role.ppo_mini_batch_size):
+                chosen = groups[start : start + role.ppo_mini_batch_size]
+                rows = [row for group in chosen for row, own in enumerate(group_B.tolist()) if own == group]
+                yield (epoch, start // role.ppo_mini_batch_size), rows
+
+
+def _borrowed(config: PPOConfig) -> list[str]:
+    """Keys for which credit has no formula here."""
+    algorithm, plain = config.algorithm, AlgorithmConfig()
+    found = [f"algorithm.{name}" for name in _SHAPING if getattr(algorithm, name) != getattr(plain, name)]
+    if algorithm.adv_estimator not in OWN_ESTIMATORS:
+        found.append(f"algorithm.adv_estimator={algorithm.adv_estimator}")
+    if algorithm.use_kl_in_reward and algorithm.kl_penalty == FULL_KL_KIND:
+        found.append("algorithm.kl_penalty=full")
+    for name in ("length_reward", "overlong_buffer"):
+        if getattr(config.reward_model, name).enable:
+            found.append(f"reward_model.{name}")
+    return found

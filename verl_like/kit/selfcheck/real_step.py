@@ -1,0 +1,186 @@
+"""Steps by the run's own driver, workers and mesh, from rollouts and scores that are given: what a proof compares.
+
+The configuration is the user's in float32, with fewer and shorter rows, and a learning rate whose steps float32 can
+tell apart. There is no rollout engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+from torch import Tensor
+
+from verl_like.algorithms.kl import KLController
+from verl_like.batch import Evaluated, Experience, Metric, Rollouts, Scores, merge_metrics, whole_episodes
+from verl_like.config import PPOConfig
+from verl_like.config.batch_plan import BatchPlan
+from verl_like.config.roles import needs_critic
+from verl_like.models.loading import load_tokenizer, shares_prompts
+from verl_like.trainer.costs import ModelCosts
+from verl_like.trainer.facts import resolve_world
+from verl_like.trainer.folders import profile_dir
+from verl_like.trainer.own_code import trainer_class
+from verl_like.trainer.ppo import PPOTrainer
+from verl_like.trainer.roles import ActorHandle, CriticHandle, ReferenceHandle, RoleHandle
+from verl_like.trainer.state import TrainState
+from verl_like.trainer.workers import Launcher, Pools
+from verl_like.workers.spec import WorkerSpec
+
+RATE = 1e-3  # of learning: changes of weights that float32 holds to three digits and more
+_TIMEOUT_S = 600.0
+Handle = TypeVar("Handle", bound=RoleHandle)
+Section = TypeVar("Section")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RealStep:
+    """What the driver and the workers made of a step."""
+
+    evaluated: Evaluated
+    experience: Experience  # of the rows that are trained on
+    minibatches: dict[str, list[dict[str, Metric]]]  # by role: the metrics of each optimizer step, over all ranks
+    weights: dict[str, dict[str, Tensor]]  # by role, after the step: float32, as a rollout engine would get them
+
+
+def small(config: PPOConfig, ranks: int) -> PPOConfig:
+    """The configuration with at most two mini-batches, two epochs and four responses to a prompt, on `ranks`."""
+    policy, critic, trainer = config.actor_rollout_ref, config.critic, config.trainer
+    batch = config.data.train_batch_size
+    n, with_critic = min(policy.rollout.n, 4), needs_critic(critic, config.algorithm)
+    part = ranks * (2 if n > 1 else 4)  # prompts of a mini-batch
+    cuts = policy.actor.ppo_mini_batch_size < batch or (with_critic and critic.ppo_mini_batch_size < batch)
+    whole, longest = part * (2 if cuts else 1), config.data.max_prompt_length + config.data.max_response_length
+
+    def micro(prefix: str) -> dict[str, Any]:
+        """Several micro-batches to a mini-batch on each rank, cut by tokens or by rows as in the run."""
+        sizes = {"micro_batch_size_per_gpu": 3, "micro_batch_size": None, "max_token_len_per_gpu": longest}
+        return {f"{prefix}_{name}": size for name, size in sizes.items()}
+
+    def cut(section: Section) -> Section:
+        few: Any = section
+        prompts = part if few.ppo_mini_batch_size < batch else whole
+        return dataclasses.replace(
+            few,
+            ppo_mini_batch_size=prompts,
+            ppo_epochs=min(few.ppo_epochs, 2),
+            optim=_optim(few.optim),
+            **micro("ppo"),
+        )
+
+    rollout = dataclasses.replace(
+        policy.rollout,
+        name="recorded",
+        n=n,
+        n_redundant=0,
+        skip_rollout=False,
+        tensor_model_parallel_size=1,
+        **micro("log_prob"),
+    )
+    ref = dataclasses.replace(policy.ref, **micro("log_prob"))
+    critic = cut(critic)
+    critic = dataclasses.replace(critic, **micro("forward"))
+    actor = cut(policy.actor)
+    return dataclasses.replace(
+        config,
+        actor_rollout_ref=dataclasses.replace(policy, hybrid_engine=True, actor=actor, ref=ref, rollout=rollout),
+        critic=critic,
+        data=dataclasses.replace(config.data, train_batch_size=whole),
+        reward_model=dataclasses.replace(config.reward_model, enable=False),
+        trainer=dataclasses.replace(
+            trainer,
+            nnodes=1,
+            n_gpus_per_node=ranks,
+            launcher="ray" if ranks > 1 else "local",
+            mode="sync",
+            placement={},
+            critic_warmup=0,
+            total_training_steps=trainer.total_training_steps or 10,
+            rpc_timeout=_TIMEOUT_S,
+        ),
+    )
+
+
+def _optim(optim: Any) -> Any:
+    return dataclasses.replace(optim, lr=RATE if optim.lr > 0 else 0.0, optimizer="adamw", lr_warmup_steps=0)
+
+
+def real_steps(config: PPOConfig, rollouts: Rollouts, scores: Scores, *, count: int) -> list[RealStep]:
+    """Make steps of a configuration of `small`, all from the same rows. Raises what a run would raise."""
+    device, ranks = resolve_world(config)
+    plan = BatchPlan.build(config, ranks, len(set(rollouts.group_B.tolist())))
+    data, model = config.data, config.actor_rollout_ref.model
+    spec = WorkerSpec(
+        config=config,
+        plan=plan,
+        tokenizer_size=len(load_tokenizer(data.tokenizer or model.path, model.trust_remote_code)),
+        max_model_len=rollouts.prompt_ids_BP.shape[1] + rollouts.response_ids_BR.shape[1],
+        profile_dir=str(profile_dir(config)),
+    )
+    with Launcher(config) as launcher, launcher(spec, device) as groups:
+        pools, costs = Pools(groups, plan, _TIMEOUT_S), ModelCosts.of(config, plan)
+        options = {"balance": config.trainer.balance_batch, "timeout_s": _TIMEOUT_S}
+
+        def role(kind: type[Handle], cost: Any) -> Handle | None:
+            if kind.role not in plan.roles:
+                return None
+            shared = shares_prompts(plan.roles[kind.role].config.model)
+            return kind(pools.of(kind.role), plan, cost=cost, share_prompts=shared, **options)
+
+        actor, critic = role(ActorHandle, costs.actor), role(CriticHandle, costs.critic)
+        assert actor is not None
+        nothing = cast(Any, None)  # of what only sampling, reports and checkpoints ask for
+        trainer = trainer_class(config)(
+            config=config,
+            plan=plan,
+            state=TrainState(step=0, weight_version=0, kl=KLController.from_config(config.algorithm.kl_ctrl)),
+            total_steps=1,
+            source=nothing,
+            pools=pools,
+            actor=actor,
+            reference=role(ReferenceHandle, costs.actor),
+            critic=critic,
+            weights=nothing,
+            rewards=nothing,
+            validator=nothing,
+            checkpoints=nothing,
+            report=nothing,
+            stop=nothing,
+        )
+        trained: Mapping[str, RoleHandle] = {"actor": actor} | ({} if critic is None else {"critic": critic})
+        kept = {name: _Kept(handle) for name, handle in trained.items()}
+        return [_step(trainer, kept, rollouts, scores, number + 1) for number in range(count)]
+
+
+def _step(trainer: PPOTrainer, kept: dict[str, _Kept], rollouts: Rollouts, scores: Scores, number: int) -> RealStep:
+    """Make a step as `PPOTrainer.step` does, without what surrounds it."""
+    evaluated = trainer.evaluate(rollouts)
+    experience, metrics = trainer.make_experience(rollouts, scores, evaluated)
+    if trainer.critic is not None:
+        trainer.update_critic(experience, number)
+    trainer.update_actor(experience, number)
+    num_sequences = len(whole_episodes(rollouts, scores)[0])
+    trainer.state = trainer.state.advance(metrics, num_sequences=num_sequences, actor_updated=True)
+    return RealStep(
+        evaluated=evaluated,
+        experience=experience,
+        minibatches={name: each.minibatches for name, each in kept.items()},
+        weights={name: each.handle.call_all("full_weights")[0] for name, each in kept.items()},
+    )
+
+
+class _Kept:
+    """Keeps the metrics of each optimizer step that a role's update answers with; the handle averages them."""
+
+    def __init__(self, handle: RoleHandle) -> None:
+        self.handle, self.minibatches = handle, list[dict[str, Metric]]()
+        handle.call = functools.partial(self._call, handle.call)
+
+    def _call(self, call: Any, method: str, per_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
+        answers = call(method, per_rank)
+        if method == "update":
+            self.minibatches = [merge_metrics(parts) for parts in zip(*answers, strict=True)]
+        return answers

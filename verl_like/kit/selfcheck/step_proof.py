@@ -1,0 +1,253 @@
+"""Proof of a whole step: the one that driver, workers and mesh make, line by line beside the plain one."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_like.algorithms.kl import FULL_KL_KIND
+from verl_like.batch import PromptRow, Rollouts, Scores, pad_rows
+from verl_like.config import OptimConfig, PPOConfig
+from verl_like.config.roles import REF, needs_critic, roles_of
+from verl_like.engine.optim import Schedule
+from verl_like.kit.forecast.machine import available_memory
+from verl_like.kit.selfcheck.material import MISMATCH
+from verl_like.kit.selfcheck.plain import PlainModel
+from verl_like.kit.selfcheck.plain_adapters import with_noise
+from verl_like.kit.selfcheck.plain_step import PlainOptimizer, PlainRecord, PlainRole, PlainStep
+from verl_like.kit.selfcheck.real_step import RealStep, real_steps, small
+from verl_like.kit.selfcheck.report import Finding
+from verl_like.kit.selfcheck.work import comparable, longest_row, with_first_layers
+from verl_like.models.loading import load_hf_config, load_tokenizer
+
+_BYTES = 80  # of a weight: the plain step's float64 with moments and copies, the run's float32 and what is gathered
+_NO_GRADIENT = 1e-8  # norm
+_STEPS = 2  # in the second the policy is no longer its reference
+_NEAR, _SCALED, _CHANGED = 2e-4, 2e-4, 5e-3  # of log-probs and values; of what is whitened or summed; of Adam's steps
+
+
+def prove_step(config: PPOConfig, *, ranks: int) -> tuple[list[Finding], list[str]]:
+    """Every line of the comparison in the order of the step, and what to say about it.
+
+    LoRA begins with adapters of noise. The first line that differs names the place. Memory: about _BYTES a weight.
+    """
+    config, notes = with_first_layers(config, _BYTES, available_memory() // 2)
+    with tempfile.TemporaryDirectory() as folder:
+        return _proved(comparable(with_noise(config, Path(folder))), notes, ranks)
+
+
+def _proved(config: PPOConfig, notes: list[str], ranks: int) -> tuple[list[Finding], list[str]]:
+    config = small(config, _ranks(config, ranks))
+    vocabulary = len(load_tokenizer(config.data.tokenizer or config.actor_rollout_ref.model.path))
+    plain, found = plain_step(config, vocabulary), [*schedules(config)]
+    for number, real in enumerate(real_steps(config, plain.rollouts, plain.scores, count=_STEPS)):
+        record, prefix = plain.run(), f"step {number + 1}: "
+        mask_BR = plain.rollouts.response_mask_BR
+        found += [dataclasses.replace(each, name=prefix + each.name) for each in compared(record, real, mask_BR)]
+        for name, role in plain.trained.items():
+            role.take(real.weights[name])
+        if still := [name for name in record.minibatches if _without_gradient(record, name)]:
+            notes = [
+                *notes,
+                f"not checked: {still[0]}'s updates from step {number + 1} on: a mini-batch has no gradient",
+            ]
+            break
+    return found, [*notes, *dict.fromkeys(plain.notes)]
+
+
+def _ranks(config: PPOConfig, ranks: int) -> int:
+    """At least so many that the ranks that share rows are together."""
+    together = math.lcm(*(role.ranks_per_row for role in roles_of(config).values()))
+    return math.ceil(ranks / together) * together
+
+
+def plain_step(config: PPOConfig, vocab_size: int) -> PlainStep:
+    """The plain step of a configuration of `real_step.small`, before anything is computed."""
+    policy, critic, total = config.actor_rollout_ref, config.critic, config.trainer.total_training_steps or 1
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def model(of: Any, **options: Any) -> PlainModel:
+        shared = {"vocab_size": vocab_size, "seed": config.trainer.seed, "device": device, "dtype": torch.float64}
+        return PlainModel(of, temperature=policy.rollout.temperature, **shared, **options)
+
+    roles = roles_of(config)
+    algorithm = config.algorithm
+    in_loss = policy.actor.use_kl_loss and policy.actor.kl_loss_type == FULL_KL_KIND
+    full_kl = in_loss or (algorithm.use_kl_in_reward and algorithm.kl_penalty == FULL_KL_KIND)
+    reference = None
+    actor = model(policy.model, reference_scale=1.0 if full_kl else None)
+    if REF in roles:
+        reference = model(dataclasses.replace(roles[REF].model, lora_rank=0, lora_adapter_path=None))
+    rollouts, scores = frozen_rollouts(config, vocab_size)
+    log_probs_BR = actor.column(rollouts, "log_probs")
+    generator = torch.Generator().manual_seed(1)
+    gap_B1 = torch.tensor([MISMATCH[row % 3] for row in range(len(rollouts))])[:, None]
+    noise_BR = torch.randn(log_probs_BR.shape, generator=generator) * gap_B1
+    sampled_BR = ((log_probs_BR + noise_BR) * rollouts.response_mask_BR).float()
+    return PlainStep(
+        config=config,
+        rollouts=rollouts.replace(rollout_log_probs_BR=sampled_BR),
+        scores=scores,
+        actor=PlainRole(actor, policy.actor.optim, policy.actor.grad_clip, total),
+        critic=PlainRole(model(critic.model, critic=True), critic.optim, critic.grad_clip, total)
+        if needs_critic(critic, config.algorithm)
+        else None,
+        reference=reference,
+    )
+
+
+def frozen_rollouts(config: PPOConfig, vocab_size: int) -> tuple[Rollouts, Scores]:
+    """Rows of every prompt of a batch, of the lengths that data.* allows, with what a step has to treat in its own way.
+
+    Text that was not sampled, cut-off responses, a row without a reward, ties, and one row as long as the run's.
+    """
+    n, prompts = config.actor_rollout_ref.rollout.n, config.data.train_batch_size
+    generator, most = torch.Generator().manual_seed(7), config.data
+    longest = min(
+        most.max_prompt_length + most.max_response_length,
+        longest_row(load_hf_config(config.actor_rollout_ref.model))[0],
+    )
+    long_response = max(1, min(most.max_response_length, longest - 2))
+
+    def lengths(low: int, high: int) -> list[int]:
+        return torch.randint(min(low, high), high + 1, (prompts * n,), generator=generator).tolist()
+
+    def tokens(size: int) -> list[int]:
+        return torch.randint(vocab_size, (size,), generator=generator).tolist()
+
+    of_prompt = [tokens(size) for size in lengths(2, min(11, most.max_prompt_length))[:prompts]]
+    of_prompt[0] = tokens(max(1, min(most.max_prompt_length, longest - long_response)))
+    responses = lengths(3, min(28, most.max_response_length))
+    responses[0] = long_response
+    rows = range(prompts * n)
+    response_ids_BR = pad_rows([tokens(size) for size in responses], side="right", dtype=torch.int32)
+    length_B = torch.tensor(responses)
+    mask_BR = torch.arange(response_ids_BR.shape[1])[None, :] < length_B[:, None]
+    mask_BR[::3, 1:3] = False
+    number = torch.rand(len(rows), generator=generator)
+    score_B, valid_B = number.round(), torch.ones(len(rows), dtype=torch.bool)
+    score_B[: min(n, 2)] = torch.tensor([1.0, 0.0])[: min(n, 2)]  # a group with a signal, whatever was drawn
+    valid_B[-1] = len(rows) < 4
+    episode_B = torch.arange(len(rows))
+    if n > 3:  # the third and fourth row are one episode, whose history was rewritten
+        episode_B[3], score_B[3] = 2, score_B[2]
+    keys = [key for key in config.algorithm.gdpo_reward_keys if key != "score"]
+    hard = config.actor_rollout_ref.actor.sample_weight.difficulty_key
+    rollouts = Rollouts(
+        prompt_ids_BP=pad_rows([of_prompt[row // n] for row in rows], side="left", dtype=torch.int32),
+        prompt_length_B=torch.tensor([len(of_prompt[row // n]) for row in rows]),
+        response_ids_BR=response_ids_BR,
+        response_length_B=length_B,
+        response_mask_BR=mask_BR,
+        group_B=torch.arange(len(rows)) // n,
+        episode_B=episode_B,
+        weight_version_BR=torch.zeros_like(response_ids_BR),
+        finish_reasons=["length" if row % 6 == 1 else "stop" for row in rows],
+        rows=[
+            PromptRow(index=row // n, data_source="selfcheck", messages=[], extra_info={hard: number[row].item()})
+            for row in rows
+        ],
+    )
+    scores = Scores(
+        score_B=score_B,
+        valid_B=valid_B,
+        extras=[{key: number[row].item() for key in keys} for row in rows],
+        failures=[None] * len(rows),
+        baseline_B=torch.rand(prompts, generator=generator).repeat_interleave(n),
+    )
+    return rollouts, scores
+
+
+def compared(plain: PlainRecord, real: RealStep, mask_BR: Tensor) -> Iterator[Finding]:
+    """Lines of one step in its own order. mask_BR: tokens that the policy sampled."""
+    known, made = real.evaluated, real.experience
+    for name, found_BR in (
+        ("old_log_probs", known.old_log_probs_BR),
+        ("entropy", known.entropy_BR),
+        ("ref_log_probs", known.ref_log_probs_BR),
+        ("full_kl", known.full_kl_BR),
+        ("sum_pi_squared", known.sum_pi_squared_BR),
+        ("values", known.values_BR),
+    ):
+        if found_BR is not None and name in plain.columns:
+            expected_BR = plain.used_log_probs_BR if name == "old_log_probs" else plain.columns[name]
+            yield Finding(name=_words(name), difference=_gap(found_BR, expected_BR, mask_BR), limit=_NEAR)
+    same = len(made) == len(plain.kept)
+    yield Finding(name="rows that are trained on", difference=0.0 if same else math.inf)
+    for name, found_BR in (("advantages", made.advantages_BR), ("returns", made.returns_BR)):
+        if same and found_BR is not None:
+            expected_BR = plain.columns[name][plain.kept, : found_BR.shape[1]]
+            scale = max(1.0, float(expected_BR.abs().max()))
+            yield Finding(
+                name=name, difference=_gap(found_BR, expected_BR, made.response_mask_BR) / scale, limit=_SCALED
+            )
+    for role in plain.minibatches:
+        if _without_gradient(plain, role):
+            continue
+        yield from _update(role, plain, real)
+
+
+def _without_gradient(plain: PlainRecord, role: str) -> bool:
+    """True where a mini-batch's gradient is 0 but for rounding, of which Adam would make whole steps."""
+    return any(each.norm < _NO_GRADIENT for each in plain.minibatches[role])
+
+
+def _update(role: str, plain: PlainRecord, real: RealStep) -> Iterator[Finding]:
+    """Lines of one role's update: each optimizer step, then the change of every weight."""
+    steps, expected = real.minibatches[role], plain.minibatches[role]
+    same = len(steps) == len(expected)
+    yield Finding(name=f"{role}: optimizer steps", difference=0.0 if same else math.inf)
+    for number, (found, one) in enumerate(zip(steps, expected, strict=False)):
+        for metric, value in (("grad_norm", one.norm), ("lr", one.rate)):
+            gap = abs(found[metric].value - value) / max(abs(value), 1e-12)
+            name = f"{role}: mini-batch {number + 1}: {_words(metric)}"
+            yield Finding(name=name, difference=gap, limit=_SCALED)
+    before, after, weights = plain.before[role], plain.after[role], real.weights[role]
+    absent = sorted(before.keys() - weights.keys())
+    worst, where = (math.inf, absent[0]) if absent else (0.0, "")
+    for weight in before.keys() & weights.keys():
+        gap = _change(before[weight], after[weight], weights[weight], plain.seen[role].get(weight))
+        worst, where = max((worst, where), (gap, weight))
+    yield Finding(name=f"{role}: change of every weight (most: {where})", difference=worst, limit=_CHANGED)
+
+
+def _change(before: Tensor, after: Tensor, found: Tensor, size: Tensor | None) -> float:
+    """Difference of two changes of a weight, by the plain one's size; `size`: where its gradient was no rounding."""
+    seen = torch.ones_like(before, dtype=torch.bool) if size is None else size
+    expected, other = (after - before)[seen], (found.to(before) - before)[seen]
+    if not seen.any():
+        return 0.0
+    return float((other - expected).norm() / expected.norm().clamp(min=1e-12))
+
+
+def schedules(config: PPOConfig) -> Iterator[Finding]:
+    """The learning rate of every training step of the run, as the user has it."""
+    total = config.trainer.total_training_steps or 1
+    roles: dict[str, OptimConfig] = {n: r.optim for n, r in roles_of(config).items() if r.optim is not None}
+    for name, optim in roles.items():
+        schedule = Schedule(optim, total)
+        plain = PlainOptimizer(optim=optim, clip=1.0, total_steps=total, weights={})
+        worst = 0.0
+        for step in range(min(total, 1000)):
+            schedule.steps_done = plain.steps_done = step
+            worst = max(worst, abs(schedule.rate() - plain.rate()) / max(optim.lr, 1e-12))
+        yield Finding(name=f"{name}: learning rate of every step", difference=worst, limit=1e-9)
+
+
+def _gap(found: Tensor, expected: Tensor, mask: Tensor) -> float:
+    """Largest difference inside the mask; infinite for a number that is not finite."""
+    gap = (found.double() - expected.double())[mask]
+    return math.inf if not gap.isfinite().all() else float(gap.abs().max()) if len(gap) else 0.0
+
+
+def _words(name: str) -> str:
+    return {"grad_norm": "gradient norm", "lr": "learning rate"}.get(
+        name, name.replace("_", " ").replace("log probs", "log-probs")
+    )
