@@ -14,7 +14,7 @@ import pytest
 
 from tests.architecture.source import Source, package_sources, parse
 
-MOST_LINES = {"core": 32_612, "plugins": 12_082, "kit": 9_328}  # of code, by ring
+MOST_LINES = {"core": 32_612, "plugins": 12_082, "kit": 9_441}  # of code, by ring
 MOST_SMALL_FILES = {
     "core": 35,
     "plugins": 35,

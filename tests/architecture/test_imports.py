@@ -89,6 +89,7 @@ ALLOWED: dict[str, set[str]] = {
     "kit": set(),
     **dict.fromkeys(("kit.coming_from", "kit.data_view", "kit.datasets", "kit.docs", "kit.evaluation"), KIT_LEVEL),
     **dict.fromkeys(("kit.explaining", "kit.export", "kit.forecast", "kit.replaying", "kit.report"), KIT_LEVEL),
+    "kit.twin": KIT_LEVEL,
     **dict.fromkeys(
         ("kit.bench", "kit.run_diff", "kit.selfcheck", "kit.serving", "kit.speed", "kit.stored_weights", "kit.verbs"),
         KIT_LEVEL,

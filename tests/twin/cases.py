@@ -1,0 +1,60 @@
+"""Configurations that users train, for the twin: sizes of published models, at most a few of their layers where the
+layers are alike, and full depth where depth is what is looked at."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+DATA = Path(os.environ.get("VERL_LIKE_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data"))
+
+_ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+_FSDP = f"{_ACTOR}.fsdp_config"
+_REF = "actor_rollout_ref.ref.fsdp_config"
+SMALL, MIDDLE, LARGE = "Qwen__Qwen2.5-0.5B-Instruct", "Qwen__Qwen2.5-1.5B-Instruct", "Qwen__Qwen2.5-7B-Instruct"
+QWEN3, LLAMA, EXPERTS = "Qwen__Qwen3-8B", "meta-llama__Llama-3.1-8B", "Qwen__Qwen3-30B-A3B"
+TWO_MICRO_BATCHES = [f"{_ACTOR}.ppo_max_token_len_per_gpu=2304"]  # of the eight rows of 512 tokens
+
+
+def case(name: str, model: str, *keys: str, world: int = 8, layers: int | None = 2, **more: Any) -> dict[str, Any]:
+    """A case for verl_like.kit.twin's command."""
+    path = str(DATA / "model_configs" / f"{model}.json")
+    return {"name": name, "model": path, "keys": keys, "world": world, "layers": layers, **more}
+
+
+CASES = [
+    case("one rank", SMALL, world=1),
+    case("eight ranks", SMALL, *TWO_MICRO_BATCHES, packing=True),
+    case("64 ranks, all layers", MIDDLE, *TWO_MICRO_BATCHES, world=64, layers=None),
+    case("rows of other lengths", QWEN3, *TWO_MICRO_BATCHES, world=64, lengths=[[7 + 90 * i, 3 + 100 * i] for i in range(8)]),
+    case("hybrid sharding", LARGE, f"{_FSDP}.fsdp_size=4", world=64),
+    case("replicas alone", SMALL, f"{_FSDP}.fsdp_size=1"),
+    case("Ulysses 2", QWEN3, f"{_ACTOR}.ulysses_sequence_parallel_size=2", "actor_rollout_ref.ref.ulysses_sequence_parallel_size=2"),
+    case("Ulysses 4", LLAMA, f"{_ACTOR}.ulysses_sequence_parallel_size=4", "actor_rollout_ref.ref.ulysses_sequence_parallel_size=4", world=64),
+    case("Ulysses 4 of 2 key heads", MIDDLE, f"{_ACTOR}.ulysses_sequence_parallel_size=4", world=64),
+    case("tensor 2", LLAMA, f"{_FSDP}.tensor_parallel_size=2"),
+    case("tensor 2, 64 ranks", LARGE, f"{_FSDP}.tensor_parallel_size=2", f"{_FSDP}.fsdp_size=16", world=64),
+    case("experts", EXPERTS, world=64),
+    case("parked", LARGE, f"{_FSDP}.param_offload=true", f"{_FSDP}.optimizer_offload=true", f"{_REF}.param_offload=true"),
+    case("offload policy", SMALL, f"{_FSDP}.offload_policy=true", f"{_REF}.offload_policy=true", world=64),
+    case("activations parked", LARGE, f"{_MODEL}.enable_activation_offload=true"),
+    case("activations kept", LARGE, f"{_MODEL}.enable_gradient_checkpointing=false"),
+    case("selective recomputation", LARGE, f"{_MODEL}.recompute_granularity=selective"),
+    case("LoRA", LARGE, f"{_MODEL}.lora_rank=32", world=64),
+    case("LoRA, tensor 2", LLAMA, f"{_MODEL}.lora_rank=32", f"{_FSDP}.tensor_parallel_size=2"),
+    case("critic", MIDDLE, "algorithm.adv_estimator=gae"),
+    case("reward model", MIDDLE, "reward_model.enable=true", "reward_model.model.path={folder}/model"),
+    case("liger", LARGE, f"{_MODEL}.use_liger=true"),
+    case("full logits", SMALL, f"{_MODEL}.use_fused_kernels=false"),
+    case("padded rows", SMALL, f"{_MODEL}.use_remove_padding=false"),
+    case("compiled blocks", MIDDLE, f"{_ACTOR}.use_torch_compile=true"),
+    case("lean optimizer, 16 bits", MIDDLE, f"{_ACTOR}.optim.optimizer=adamw_bf16"),
+    case("lean optimizer, 8 bits", MIDDLE, f"{_ACTOR}.optim.optimizer=adamw_8bit", f"{_FSDP}.model_dtype=bfloat16", world=64),
+    case("gradients summed once", MIDDLE, f"{_FSDP}.sync_every_micro_batch=false", *TWO_MICRO_BATCHES),
+    case("weights stay gathered", MIDDLE, f"{_FSDP}.reshard_after_forward=false", *TWO_MICRO_BATCHES),
+    case("prefetch", MIDDLE, f"{_FSDP}.forward_prefetch=true"),
+    case("exact KL", SMALL, f"{_ACTOR}.kl_loss_type=full"),
+    case("flash-attn", QWEN3, flash_attn=True),
+    case("soft caps and windows", "google__gemma-3-1b-it", lengths=[[600, 600]] * 4),
+]  # fmt: skip
