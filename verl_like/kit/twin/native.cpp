@@ -1,5 +1,6 @@
 // A CUDA without a card: a device guard and hooks that do nothing, so that fake tensors on "cuda" run backward in a
 // CPU build of torch. Loaded before torch, which looks the hooks up once (kit/twin/native.py).
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <cstdlib>
@@ -26,7 +27,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Device getDevice() const override { return at(current); }
   void setDevice(c10::Device device) const override { exchange(device.index()); }
   void uncheckedSetDevice(c10::Device device) const noexcept override { exchange(device.index()); }
-  c10::Stream getStream(c10::Device device) const override { return c10::Stream(c10::Stream::DEFAULT, at(device.index())); }
+  c10::Stream getStream(c10::Device device) const override {
+    return c10::Stream(c10::Stream::DEFAULT, at(device.index()));
+  }
   c10::Stream getNewStream(c10::Device device, int) const override { return getStream(device); }
   c10::Stream getDefaultStream(c10::Device device) const override { return getStream(device); }
   c10::Stream exchangeStream(c10::Stream stream) const override { return getStream(stream.device()); }
@@ -62,6 +65,8 @@ struct CUDAHooks : CUDAHooksInterface {
   DeviceIndex exchangeDevice(DeviceIndex index) const override { return exchange(index); }
   DeviceIndex maybeExchangeDevice(DeviceIndex index) const override { return exchange(index); }
   void deviceSynchronize(DeviceIndex) const override {}
+  const Generator& getDefaultGenerator(DeviceIndex = -1) const override { return detail::getDefaultCPUGenerator(); }
+  Generator getNewGenerator(DeviceIndex = -1) const override { return make_generator<CPUGeneratorImpl>(); }
 };
 
 REGISTER_CUDA_HOOKS(CUDAHooks)

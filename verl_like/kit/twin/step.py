@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from verl_like.algorithms.minibatch import denominators_of
-from verl_like.batch import Experience
+from verl_like.batch import Denominators, Experience
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.roles import ACTOR, CRITIC, REF, REWARD
 from verl_like.engine import packing_check
@@ -34,18 +34,21 @@ _MODEL = "actor_rollout_ref.model.path"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A configuration of a run, and the rows that the looked-at rank gets of its step.
+    """A configuration of a run, and the rows that the looked-at rank gets of its step: the second, where there is one.
 
-    model: a config.json. layers: as many instead of the model's own. lengths: (prompt, response) of each row.
+    model: a config.json. layers: as many instead of the model's own. lengths: (prompt, response) of each row. ranks:
+    such lists of each rank of a small world whose ranks all run, in place of world and lengths. before: a function,
+    module:name, that gets the rank first.
     """
 
     name: str
     model: str
     keys: Sequence[str] = ()
     world: int = 8
-    rank: int = 1
     layers: int | None = None
     flash_attn: bool = False  # installed; torch's own varlen attention otherwise
+    ranks: Sequence[Sequence[Sequence[int]]] = ()
+    before: str = ""
     packing: bool = False  # also the engine's check at its start, which costs four forward passes
     lengths: Sequence[Sequence[int]] = ((128, 384),) * 8
 
@@ -73,22 +76,23 @@ def spec_of(case: Case, folder: Path) -> WorkerSpec:
         config |= {"num_hidden_layers": case.layers} | ({"layer_types": None} if "layer_types" in config else {})
     (folder / "model").mkdir(parents=True, exist_ok=True)
     (folder / "model" / "config.json").write_text(json.dumps(config))
-    nodes = max(1, case.world // 8)
+    world, rows = (len(case.ranks), sum(case.ranks, [])) if case.ranks else (case.world, case.lengths)
+    nodes = max(1, world // 8)
     given = {key.partition("=")[0] for key in case.keys}
     keys = {
         "data.train_files": folder / "train.parquet", _MODEL: folder / "model", "trainer.device": "cuda",
-        "trainer.nnodes": nodes, "trainer.n_gpus_per_node": case.world // nodes, "trainer.total_training_steps": 2,
-        "data.max_prompt_length": max(p for p, _ in case.lengths),
-        "data.max_response_length": max(r for _, r in case.lengths), "actor_rollout_ref.rollout.n": len(case.lengths),
-        "data.train_batch_size": case.world, "actor_rollout_ref.actor.ppo_mini_batch_size": case.world,
+        "trainer.nnodes": nodes, "trainer.n_gpus_per_node": world // nodes, "trainer.total_training_steps": 2,
+        "data.max_prompt_length": max(p for p, _ in rows),
+        "data.max_response_length": max(r for _, r in rows), "actor_rollout_ref.rollout.n": len(case.lengths),
+        "data.train_batch_size": world, "actor_rollout_ref.actor.ppo_mini_batch_size": world,
         "actor_rollout_ref.actor.old_log_probs": "recompute", "algorithm.adv_estimator": "grpo",
         "actor_rollout_ref.actor.use_kl_loss": True, "actor_rollout_ref.actor.entropy_coeff": 0.01,
     }  # fmt: skip
     composed = compose([*(f"{key}={value}" for key, value in keys.items() if key not in given), *(key.format(folder=folder) for key in case.keys)])
-    longest = max(sum(lengths) for lengths in case.lengths)
+    longest = max(sum(lengths) for lengths in rows)
     return WorkerSpec(
         config=composed,
-        plan=BatchPlan.build(composed, case.world),
+        plan=BatchPlan.build(composed, world),
         tokenizer_size=config["vocab_size"],
         max_model_len=longest,
         profile_dir=str(folder),
@@ -120,11 +124,16 @@ def run(case: Case, folder: Path, process: ProcessInfo, twin: Twin) -> Outcome:
     if not case.packing:
         packing_check.check_packing = lambda *_: None
     with twin:
-        for name, work in _phases(spec, process, experience_of(case.lengths)):
+        mine, everyone = case.lengths, case.lengths
+        if case.ranks:
+            mine, everyone = case.ranks[process.rank], sum(case.ranks, [])
+        whole = experience_of(everyone)
+        batch = experience_of(mine), denominators_of(whole, max(whole.response_length_B.tolist()))
+        for name, work in _phases(spec, process, *batch):
             twin.take()
             work()
             outcome.phases[name], outcome.kept[name] = twin.take(), twin.allocated
-    outcome.forecast = forecast_of(spec, case.world)
+    outcome.forecast = forecast_of(spec, process.world_size)
     return outcome
 
 
@@ -138,7 +147,9 @@ def forecast_of(spec: WorkerSpec, world: int) -> dict[str, float]:
     return {name: sum(v for part, v in parts.items() if part not in gone) for name, parts in told.phases.items()}
 
 
-def _phases(spec: WorkerSpec, process: ProcessInfo, rows: Experience) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _phases(
+    spec: WorkerSpec, process: ProcessInfo, rows: Experience, denominators: Denominators
+) -> Iterator[tuple[str, Callable[[], Any]]]:
     """The phases of the step, in the worker's order; each is built when the one before has run."""
     made: dict[str, Any] = {}
     makers: dict[str, Callable[[], Any]] = {
@@ -153,7 +164,7 @@ def _phases(spec: WorkerSpec, process: ProcessInfo, rows: Experience) -> Iterato
     trained = [role for role in made.values() if isinstance(role, TrainedRole)]
     engines = [role.engine for role in made.values() if role.engine is not None]
     yield "states", lambda: [_make_states(role) for role in trained]
-    batch = [(rows, denominators_of(rows, max(rows.response_length_B.tolist())))]
+    batch = [(rows, denominators)]
     if REWARD in made:
         yield "reward", lambda: made[REWARD].scores(rows)
     yield "old_log_prob", lambda: made[ACTOR].log_probs(rows)
