@@ -19,7 +19,7 @@ from typing import Any
 from verl_like.kit.twin import stand_in, step, world
 from verl_like.kit.twin.mode import Collective, Twin
 
-_TIMEOUT_S = 60.0  # of ranks that wait for each other
+_TIMEOUT_S = 30.0  # of ranks that wait for each other
 
 
 def main() -> None:
@@ -35,7 +35,9 @@ def main() -> None:
         told = next((each for each in found if "error" in each), found[-1])
         if case.ranks and "error" not in told:
             told["differs"] = [
-                f"{name}: {text}" for name in told["phases"] for text in disagreements([r["phases"][name] for r in found])
+                f"{name}: {text}"
+                for name in told["phases"]
+                for text in disagreements([r["phases"][name] for r in found])
             ]
         print(json.dumps(told, default=dataclasses.asdict), flush=True)
 
@@ -55,7 +57,11 @@ def _one(case: step.Case, rank: int, folder: Path) -> None:
         if case.before:
             module, _, name = case.before.partition(":")
             getattr(importlib.import_module(module), name)(rank)
-        join = world.together(len(case.ranks), rank, str(folder), _TIMEOUT_S) if case.ranks else world.alone(case.world, rank)
+        join = (
+            world.together(len(case.ranks), rank, str(folder), _TIMEOUT_S)
+            if case.ranks
+            else world.alone(case.world, rank)
+        )
         own = folder / str(rank)
         found: dict[str, Any] = vars_of(step.run(case, own, join, Twin()))
     except Exception as error:

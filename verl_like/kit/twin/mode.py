@@ -51,6 +51,7 @@ class Counts:
     copied: dict[str, int] = field(default_factory=dict)  # [bytes] "to host", "to device"
     collectives: list[Collective] = field(default_factory=list)
     flops: float = 0.0  # of matrix products and attention
+    made: dict[str, int] = field(default_factory=dict)  # [bytes] allocated, by the trainer's file that asked
     launches: int = 0  # operators that write memory: at least a kernel each
     peak: int = 0  # [bytes]
 
@@ -128,6 +129,7 @@ class Twin(TorchDispatchMode):
                 key = storage._cdata
                 self._live[key] = 0, weakref.ref(storage, lambda _, key=key: self._set(key, None))
                 self._set(key, storage.size())
+                _add(self.counts.made, place(sys._getframe(1)).partition(":")[0], storage.size())
 
     def _set(self, key: int, size: int | None) -> None:
         before, held = self._live.pop(key)
@@ -142,8 +144,11 @@ class Twin(TorchDispatchMode):
             self._set(storage._cdata, storage.size())
 
     def _note_collective(self, func: Any, leaves: list[Any], tensors: list[Tensor]) -> None:
-        groups = [dist.ProcessGroup.unbox(leaf) for leaf in leaves if isinstance(leaf, torch.ScriptObject)
-                  and "ProcessGroup" in str(leaf._type())]
+        groups = [
+            dist.ProcessGroup.unbox(leaf)
+            for leaf in leaves
+            if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type())
+        ]
         groups += [_resolve_process_group(leaf) for leaf in leaves[-1:] if isinstance(leaf, str)]
         if not groups:  # waits, and wrappers of what is waited for
             return

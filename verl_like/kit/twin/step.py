@@ -88,7 +88,12 @@ def spec_of(case: Case, folder: Path) -> WorkerSpec:
         "actor_rollout_ref.actor.old_log_probs": "recompute", "algorithm.adv_estimator": "grpo",
         "actor_rollout_ref.actor.use_kl_loss": True, "actor_rollout_ref.actor.entropy_coeff": 0.01,
     }  # fmt: skip
-    composed = compose([*(f"{key}={value}" for key, value in keys.items() if key not in given), *(key.format(folder=folder) for key in case.keys)])
+    composed = compose(
+        [
+            *(f"{key}={value}" for key, value in keys.items() if key not in given),
+            *(key.format(folder=folder) for key in case.keys),
+        ]
+    )
     longest = max(sum(lengths) for lengths in rows)
     return WorkerSpec(
         config=composed,
@@ -174,8 +179,10 @@ def _phases(
         yield "values", lambda: made[CRITIC].values(rows)
         yield "update_critic", lambda: made[CRITIC].update(batch)
     yield "update_actor", lambda: made[ACTOR].update(batch)
-    yield "sleep", lambda: [e.offload(params=e.role.fsdp.param_offload, optimizer=e.role.fsdp.optimizer_offload)
-                            for e in engines]
+    yield (
+        "sleep",
+        lambda: [e.offload(params=e.role.fsdp.param_offload, optimizer=e.role.fsdp.optimizer_offload) for e in engines],
+    )
     yield "update_weights", lambda: _sync(spec, process, made[ACTOR])
 
 
@@ -190,8 +197,13 @@ def _sync(spec: WorkerSpec, process: ProcessInfo, actor: ActorRole) -> None:
     """Send the weights as to an engine of this machine, checksums and probe included."""
     rollout = spec.config.actor_rollout_ref.rollout
     source = WeightSource(actor.engine, process, prove=rollout.sync_probe, trainer_dtype=actor.engine.compute_dtype)
-    wanted = Wanted(dtype=torch.bfloat16, keeps_adapters=False, tokenizer_size=spec.tokenizer_size,
-                    max_model_len=spec.max_model_len, held=None)
+    wanted = Wanted(
+        dtype=torch.bfloat16,
+        keeps_adapters=False,
+        tokenizer_size=spec.tokenizer_size,
+        max_model_len=spec.max_model_len,
+        held=None,
+    )
     sent = source.send(1, wanted, Buckets(rollout.update_weights_bucket_megabytes, process.device))
     if sent.problems:
         raise RuntimeError(f"the weights could not be sent: {sent.problems}")

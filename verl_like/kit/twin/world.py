@@ -42,5 +42,8 @@ def together(world: int, rank: int, folder: str, timeout_s: float) -> ProcessInf
 
 
 def _process(world: int, rank: int, number: int) -> ProcessInfo:
-    packing_check._TOLERANCE, packing_check._HALF_TOLERANCE = {}, math.inf  # it compares values, which there are none of
+    packing_check._TOLERANCE, packing_check._HALF_TOLERANCE = (
+        {},
+        math.inf,
+    )  # it compares values, which there are none of
     return ProcessInfo(rank=number, world_size=world, local_rank=rank % 8, device=torch.device("cuda", 0))

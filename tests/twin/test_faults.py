@@ -1,0 +1,78 @@
+"""Planted faults are seen by what the suite looks at; without them it finds nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.twin.cases import _FSDP, SMALL, case
+from tests.twin.test_step import Run, over_budget
+
+WEIGHTS = 151_936 * 896 + 2 * 14_912_384 + 896  # of two layers of Qwen2.5-0.5B
+PARKED = [f"{_FSDP}.param_offload=true", f"{_FSDP}.optimizer_offload=true"]
+NO_REF = ["actor_rollout_ref.actor.use_kl_loss=false"]
+
+
+def complaints(outcome: dict[str, Any], world: int = 0) -> str:
+    """What the suite says of an outcome, in one text."""
+    if "error" in outcome:
+        return outcome["error"]
+    found = [f"over budget: {name} {lines}" for name, lines in over_budget(outcome).items()] + outcome.get(
+        "differs", []
+    )
+    if world:
+        share, parked = 4 * WEIGHTS / world, outcome["kept"]["sleep"] < outcome["kept"]["build actor"]
+        if not 0.98 < outcome["kept"]["states"] / ((2 if parked else 3) * share) < 1.03 and not parked:
+            found.append(
+                f"memory of weights and states: {outcome['kept']['states'] / share:.2f} float32 copies of a shard"
+            )
+        if parked and outcome["kept"]["sleep"] > 0.02 * share:
+            found.append(f"memory: {outcome['kept']['sleep'] / share:.2f} copies of the shard stay on the device")
+    slots = outcome["phases"]["update_weights"]["made"].get("weight_sync/wired.py", 0)
+    if slots > 2 * max(512 * 2**20, 2 * 151_936 * 896):
+        found.append(f"buckets take {slots >> 20} MB")
+    return "\n".join(found)
+
+
+def planted(name: str, *keys: str, **more: Any) -> dict[str, Any]:
+    """A case with the fault of this name, "" for none."""
+    before = f"tests.twin.faults:{name}" if name else ""
+    return case(name or "sound", SMALL, *NO_REF, *keys, **{"before": before, "layers": 2} | more)
+
+
+@pytest.mark.twin
+def test_one_rank_of_many_sees_faults(on_twin: Run) -> None:
+    """Devices, waits, memory."""
+    faults = ("tensor_on_the_cpu", "item_per_micro_batch", "bucket_twice_as_large", "float64_optimizer_states")
+    found = on_twin([planted("", world=64), *(planted(name) for name in faults), planted("shards_of_eight", world=64)])
+    assert complaints(found["sound"], 64) == ""
+    told = {name: complaints(each, 64 if name == "shards_of_eight" else 8) for name, each in found.items()}
+    assert "found two different devices cuda:0, cpu" in told["tensor_on_the_cpu"]
+    assert "faults.py" in told["item_per_micro_batch"] and "read" in told["item_per_micro_batch"]
+    assert "buckets take" in told["bucket_twice_as_large"]
+    assert "float32 copies of a shard" in told["float64_optimizer_states"]
+    assert "float32 copies of a shard" in told["shards_of_eight"]
+
+
+@pytest.mark.twin
+def test_what_is_parked_leaves_the_device(on_twin: Run) -> None:
+    """An offload that keeps a reference frees nothing."""
+    found = on_twin([planted("", *PARKED), planted("offload_keeps_a_reference", *PARKED)])
+    assert complaints(found["sound"], 8) == ""
+    assert "stay on the device" in complaints(found["offload_keeps_a_reference"], 8)
+
+
+@pytest.mark.twin
+def test_ranks_that_would_wait_for_ever(on_twin: Run, tiny: str) -> None:
+    """A sum that one rank leaves out; a rank without rows that takes no part."""
+    ulysses = ["actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"]
+    pair = {"model": tiny, "ranks": [[[9, 50], [4, 7]]] * 2, "layers": None}
+    uneven = {"model": tiny, "ranks": [[[9, 50], [4, 7]], []], "layers": None}
+    cases = [planted("", *ulysses, **pair), planted("forgotten_all_reduce", *ulysses, **pair)]
+    found = on_twin([*cases, planted("empty_micro_batch_skips", **uneven)])
+    assert complaints(found["sound"]) == ""
+    assert "ranks 0 and 1, collective" in complaints(found["forgotten_all_reduce"])
+    assert "allreduce_" in complaints(found["forgotten_all_reduce"])
+    told = complaints(found["empty_micro_batch_skips"])
+    assert "ranks 0 and 1, collective" in told or "imed out" in told or "gloo" in told
