@@ -12,13 +12,17 @@ DATA = Path(os.environ.get("VERL_LIKE_SHARED_DATA", Path(__file__).parents[3] / 
 _ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 _FSDP = f"{_ACTOR}.fsdp_config"
 _REF = "actor_rollout_ref.ref.fsdp_config"
+_ULYSSES, _REF_ULYSSES = (f"actor_rollout_ref.{role}.ulysses_sequence_parallel_size" for role in ("actor", "ref"))
+_OPTIM = f"{_ACTOR}.optim.optimizer"
 SMALL, MIDDLE, LARGE = "Qwen__Qwen2.5-0.5B-Instruct", "Qwen__Qwen2.5-1.5B-Instruct", "Qwen__Qwen2.5-7B-Instruct"
 QWEN3, LLAMA, EXPERTS = "Qwen__Qwen3-8B", "meta-llama__Llama-3.1-8B", "Qwen__Qwen3-30B-A3B"
 TWO_MICRO_BATCHES = [f"{_ACTOR}.ppo_max_token_len_per_gpu=2304"]  # of the eight rows of 512 tokens
+PARKED = [f"{_FSDP}.param_offload=true", f"{_FSDP}.optimizer_offload=true"]
+UNEQUAL = [[7 + 90 * i, 3 + 100 * i] for i in range(8)]
 
 
 def case(name: str, model: str, *keys: str, world: int = 8, layers: int | None = 2, **more: Any) -> dict[str, Any]:
-    """A case for verl_like.kit.twin's command."""
+    """A case for tests.twin.run."""
     path = str(DATA / "model_configs" / f"{model}.json")
     return {"name": name, "model": path, "keys": keys, "world": world, "layers": layers, **more}
 
@@ -27,16 +31,16 @@ CASES = [
     case("one rank", SMALL, world=1),
     case("eight ranks", SMALL, *TWO_MICRO_BATCHES, packing=True),
     case("64 ranks, all layers", MIDDLE, *TWO_MICRO_BATCHES, world=64, layers=None),
-    case("rows of other lengths", QWEN3, *TWO_MICRO_BATCHES, world=64, lengths=[[7 + 90 * i, 3 + 100 * i] for i in range(8)]),
+    case("rows of other lengths", QWEN3, *TWO_MICRO_BATCHES, world=64, lengths=UNEQUAL),
     case("hybrid sharding", LARGE, f"{_FSDP}.fsdp_size=4", world=64),
     case("replicas alone", SMALL, f"{_FSDP}.fsdp_size=1"),
-    case("Ulysses 2", QWEN3, f"{_ACTOR}.ulysses_sequence_parallel_size=2", "actor_rollout_ref.ref.ulysses_sequence_parallel_size=2"),
-    case("Ulysses 4", LLAMA, f"{_ACTOR}.ulysses_sequence_parallel_size=4", "actor_rollout_ref.ref.ulysses_sequence_parallel_size=4", world=64),
-    case("Ulysses 4 of 2 key heads", MIDDLE, f"{_ACTOR}.ulysses_sequence_parallel_size=4", world=64),
+    case("Ulysses 2", QWEN3, f"{_ULYSSES}=2", f"{_REF_ULYSSES}=2"),
+    case("Ulysses 4", LLAMA, f"{_ULYSSES}=4", f"{_REF_ULYSSES}=4", world=64),
+    case("Ulysses 4 of 2 key heads", MIDDLE, f"{_ULYSSES}=4", world=64),
     case("tensor 2", LLAMA, f"{_FSDP}.tensor_parallel_size=2"),
     case("tensor 2, 64 ranks", LARGE, f"{_FSDP}.tensor_parallel_size=2", f"{_FSDP}.fsdp_size=16", world=64),
     case("experts", EXPERTS, world=64),
-    case("parked", LARGE, f"{_FSDP}.param_offload=true", f"{_FSDP}.optimizer_offload=true", f"{_REF}.param_offload=true"),
+    case("parked", LARGE, *PARKED, f"{_REF}.param_offload=true"),
     case("offload policy", SMALL, f"{_FSDP}.offload_policy=true", f"{_REF}.offload_policy=true", world=64),
     case("activations parked", LARGE, f"{_MODEL}.enable_activation_offload=true"),
     case("activations kept", LARGE, f"{_MODEL}.enable_gradient_checkpointing=false"),
@@ -49,8 +53,8 @@ CASES = [
     case("full logits", SMALL, f"{_MODEL}.use_fused_kernels=false"),
     case("padded rows", SMALL, f"{_MODEL}.use_remove_padding=false"),
     case("compiled blocks", MIDDLE, f"{_ACTOR}.use_torch_compile=true"),
-    case("lean optimizer, 16 bits", MIDDLE, f"{_ACTOR}.optim.optimizer=adamw_bf16"),
-    case("lean optimizer, 8 bits", MIDDLE, f"{_ACTOR}.optim.optimizer=adamw_8bit", f"{_FSDP}.model_dtype=bfloat16", world=64),
+    case("lean optimizer, 16 bits", MIDDLE, f"{_OPTIM}=adamw_bf16"),
+    case("lean optimizer, 8 bits", MIDDLE, f"{_OPTIM}=adamw_8bit", f"{_FSDP}.model_dtype=bfloat16", world=64),
     case("gradients summed once", MIDDLE, f"{_FSDP}.sync_every_micro_batch=false", *TWO_MICRO_BATCHES),
     case("weights stay gathered", MIDDLE, f"{_FSDP}.reshard_after_forward=false", *TWO_MICRO_BATCHES),
     case("prefetch", MIDDLE, f"{_FSDP}.forward_prefetch=true"),

@@ -14,6 +14,7 @@ import pytest
 
 from verl_like.kit.twin import native
 
+ROOT = Path(__file__).resolve().parents[2]
 Outcomes = dict[str, dict[str, Any]]
 
 
@@ -26,9 +27,9 @@ def on_twin(tmp_path: Path, shared_data: Path) -> Callable[[list[dict[str, Any]]
     def run(cases: list[dict[str, Any]]) -> Outcomes:
         file = tmp_path / "cases.json"
         file.write_text(json.dumps(cases))
-        command = [sys.executable, "-m", "verl_like.kit.twin", str(file)]
+        command = [sys.executable, "-m", "tests.twin.run", str(file)]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=1200, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=1200, env=environment, cwd=ROOT)
         assert done.returncode == 0, done.stderr[-4000:]
         outcomes = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
         return {each["name"]: each for each in outcomes}

@@ -180,9 +180,7 @@ def _wanted(wanted_T: Tensor, rows: Sequences) -> tuple[Tensor, Tensor, Tensor]:
     return chosen_N, row_N, chosen_N - (length_B.cumsum(0) - length_B)[row_N]
 
 
-def _segments(
-    length_S: Tensor, own_S: Tensor, shared_S: Tensor, first_S: Tensor, start_S: Tensor
-) -> Segments:
+def _segments(length_S: Tensor, own_S: Tensor, shared_S: Tensor, first_S: Tensor, start_S: Tensor) -> Segments:
     if torch.equal(own_S, length_S):
         return Segments(length_S.tolist(), length_S.device)
     asks = own_S > 0  # a row that shares and has one response token has nothing to compute

@@ -193,7 +193,7 @@ def place(frame: FrameType | None) -> str:
     """File, line and function of the trainer's innermost frame: "engine/fsdp.py:398 FSDPEngine._step"."""
     while frame is not None:
         file = frame.f_code.co_filename.rpartition("/verl_like/")[2]
-        if file != frame.f_code.co_filename and not file.startswith("kit/twin/"):
+        if file != frame.f_code.co_filename and not file.startswith(("kit/twin/", "tests/")):
             return f"{file}:{frame.f_lineno} {frame.f_code.co_qualname}"
         frame = frame.f_back
     return "outside the trainer"

@@ -24,7 +24,7 @@ def missing() -> str:
 def load() -> None:
     """Compile the library unless it is there (5 seconds), and load it. Raises RuntimeError where torch came first."""
     if "torch" in sys.modules:
-        raise RuntimeError("the twin's library must be loaded before torch: start with python -m verl_like.kit.twin")
+        raise RuntimeError("the twin's library must be loaded before torch: load it first")
     ctypes.CDLL(str(_library()), mode=ctypes.RTLD_GLOBAL)
 
 

@@ -1,4 +1,4 @@
-"""Ranks of the twin: one of many that are all fake, or a few in processes of their own that really exchange CPU tensors.
+"""Ranks of the twin: one of many that are all fake, or a few processes that really exchange their CPU tensors.
 
 In both, collectives on the device move nothing. A rank of a large world answers with its own values where ranks agree
 on numbers; in a small one they go through gloo, as in a run, so that each rank does what it would do there.

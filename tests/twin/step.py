@@ -1,22 +1,23 @@
-"""One training step of one rank on the twin: its roles built and sharded, passes, updates, sleep, export into buckets."""
+"""One training step of one rank on the twin: roles built and sharded, passes, updates, sleep, weights into buckets."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tests.twin import others
 from verl_like.algorithms.minibatch import denominators_of
 from verl_like.batch import Denominators, Experience
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.roles import ACTOR, CRITIC, REF, REWARD
 from verl_like.engine import packing_check
 from verl_like.kit.forecast.memory import Machine, forecast
-from verl_like.kit.twin import others
 from verl_like.kit.twin.mode import Counts, Twin
 from verl_like.models.cost import ModelCost
 from verl_like.models.loading import load_hf_config
@@ -76,7 +77,7 @@ def spec_of(case: Case, folder: Path) -> WorkerSpec:
         config |= {"num_hidden_layers": case.layers} | ({"layer_types": None} if "layer_types" in config else {})
     (folder / "model").mkdir(parents=True, exist_ok=True)
     (folder / "model" / "config.json").write_text(json.dumps(config))
-    world, rows = (len(case.ranks), sum(case.ranks, [])) if case.ranks else (case.world, case.lengths)
+    world, rows = (len(case.ranks), list(chain.from_iterable(case.ranks))) if case.ranks else (case.world, case.lengths)
     nodes = max(1, world // 8)
     given = {key.partition("=")[0] for key in case.keys}
     keys = {
@@ -131,7 +132,7 @@ def run(case: Case, folder: Path, process: ProcessInfo, twin: Twin) -> Outcome:
     with twin:
         mine, everyone = case.lengths, case.lengths
         if case.ranks:
-            mine, everyone = case.ranks[process.rank], sum(case.ranks, [])
+            mine, everyone = case.ranks[process.rank], list(chain.from_iterable(case.ranks))
         whole = experience_of(everyone)
         batch = experience_of(mine), denominators_of(whole, max(whole.response_length_B.tolist()))
         for name, work in _phases(spec, process, *batch):

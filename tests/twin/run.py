@@ -1,4 +1,4 @@
-"""Run cases on the twin: `python -m verl_like.kit.twin FILE` with a JSON list of cases; an outcome a line.
+"""Run cases on the twin: `python -m tests.twin.run FILE` with a JSON list of cases; an outcome a line.
 
 Each case has a process of its own, forked from this one, which has everything imported.
 """
@@ -9,6 +9,6 @@ from verl_like.kit.twin import native
 
 if __name__ == "__main__":
     native.load()
-    from verl_like.kit.twin import command
+    from tests.twin import command
 
     command.main()
