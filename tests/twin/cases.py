@@ -62,3 +62,21 @@ CASES = [
     case("flash-attn", QWEN3, flash_attn=True),
     case("soft caps and windows", "google__gemma-3-1b-it", lengths=[[600, 600]] * 4),
 ]  # fmt: skip
+
+_DEEPER: list[tuple[str, str, int, list[str]]] = [  # for the memory forecast: name, model, ranks, keys
+    ("Qwen2.5-0.5B", SMALL, 1, []),
+    ("Qwen2.5-0.5B", SMALL, 8, []),
+    ("Qwen2.5-1.5B, two micro-batches", MIDDLE, 64, TWO_MICRO_BATCHES),
+    ("Qwen2.5-1.5B, PPO", MIDDLE, 8, ["algorithm.adv_estimator=gae"]),
+    ("Qwen2.5-1.5B, gradients summed once", MIDDLE, 8, [f"{_FSDP}.sync_every_micro_batch=false", *TWO_MICRO_BATCHES]),
+    ("Qwen2.5-1.5B, weights stay gathered", MIDDLE, 8, [f"{_FSDP}.reshard_after_forward=false", *TWO_MICRO_BATCHES]),
+    ("Qwen2.5-1.5B, adamw_8bit", MIDDLE, 64, [f"{_OPTIM}=adamw_8bit", f"{_FSDP}.model_dtype=bfloat16"]),
+    ("Qwen2.5-7B", LARGE, 8, []),
+    ("Qwen2.5-7B, LoRA", LARGE, 64, [f"{_MODEL}.lora_rank=32"]),
+    ("Qwen2.5-7B, parked", LARGE, 8, [*PARKED, f"{_REF}.param_offload=true"]),
+    ("Qwen3-8B", QWEN3, 64, []),
+    ("Qwen3-8B, Ulysses 2", QWEN3, 8, [f"{_ULYSSES}=2", f"{_REF_ULYSSES}=2"]),
+    ("Llama-3.1-8B, activations kept", LLAMA, 8, [f"{_MODEL}.enable_gradient_checkpointing=false"]),
+    ("Llama-3.1-8B, tensor 2", LLAMA, 8, [f"{_FSDP}.tensor_parallel_size=2"]),
+]
+FORECAST = [case(f"{name} on {world}", model, *keys, world=world, layers=4) for name, model, world, keys in _DEEPER]
