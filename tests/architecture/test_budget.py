@@ -14,11 +14,11 @@ import pytest
 
 from tests.architecture.source import Source, package_sources, parse
 
-MOST_LINES = {"core": 32_612, "plugins": 12_082, "kit": 9_441}  # of code, by ring
+MOST_LINES = {"core": 32_634, "plugins": 12_082, "kit": 9_782}  # of code, by ring
 MOST_SMALL_FILES = {
     "core": 35,
     "plugins": 35,
-    "kit": 17,
+    "kit": 19,
 }  # with fewer than SMALL lines of any kind, __init__.py left out
 SMALL = 60
 _PROSE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

@@ -66,7 +66,7 @@ def _one(case: step.Case, rank: int, folder: Path) -> None:
         own = folder / str(rank)
         found: dict[str, Any] = vars_of(step.run(case, own, join, Twin()))
     except Exception as error:
-        print(traceback.format_exc()[-6000:], file=sys.stderr, flush=True)
+        traceback.print_tb(error.__traceback__)
         found = {"error": f"{type(error).__name__}: {error}"[:2000]}
     found |= {"name": case.name, "seconds": time.process_time()}
     (folder / f"outcome{rank}").write_bytes(pickle.dumps(found))

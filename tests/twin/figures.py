@@ -1,4 +1,4 @@
-"""Figures of docs/gpu_sizing.md that the twin gives: `python -m tests.twin.figures` runs its steps and writes the page."""
+"""Figures of docs/gpu_sizing.md that the twin gives: `python -m tests.twin.figures` runs steps and writes the page."""
 
 from __future__ import annotations
 

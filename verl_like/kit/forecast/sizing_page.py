@@ -98,24 +98,25 @@ Host memory, which takes what is offloaded and what sleeps, is not counted.
 {tables}
 ## The longest row that fits
 
-Prompt and response together, in thousands of tokens (1,024 at most), alone in a micro-batch of an update: its phase takes 95%
-of the device, everything is offloaded between phases, and one row is spread over all devices by Ulysses.
+Prompt and response together, in thousands of tokens (1,024 at most), alone in a micro-batch of an update: its phase
+takes 95% of the device, everything is offloaded between phases, and one row is spread over all devices by Ulysses.
 
 {longest}
 
 ## What a step takes at the least
 
-Computed from data sheets (dense bfloat16; for decoding the bytes of weights and cache): seconds of each phase and its share
-of the step, were the devices used in full. 512 responses, 8 to a prompt; W1: 100 + 250 tokens, W2: 150 + 1,500. Whether a
-model fits, the tables above tell.
+Computed from data sheets (dense bfloat16; for decoding the bytes of weights and cache): seconds of each phase and its
+share of the step, were the devices used in full. 512 responses, 8 to a prompt; W1: 100 + 250 tokens, W2: 150 + 1,500.
+Whether a model fits, the tables above tell.
 
 {times}
 
 ## How the forecast compares with the twin
 
-GiB that whole steps of the trainer's own code allocate on fake devices (`make twin`), by phase, and how far the forecast is
-from that. Counted are storages, rounded as torch's allocator rounds them; not what kernels allocate inside themselves, nor
-fragments. Eight rows of 128 + 384 tokens a rank, four layers of each model. Written by `python -m tests.twin.figures`.
+GiB that whole steps of the trainer's own code allocate on fake devices (`make twin`), by phase, and how far the
+forecast is from that. Counted are storages, rounded as torch's allocator rounds them; not what kernels allocate
+inside themselves, nor fragments. Eight rows of 128 + 384 tokens a rank, four layers of each model. Written by `python
+-m tests.twin.figures`.
 
 {measured}
 """

@@ -96,7 +96,8 @@ class Twin(TorchDispatchMode):
             return torch.ones((), dtype=args[0].dtype).item()
         to_host = func is _aten._to_copy.default and str(kwargs.get("device")).startswith("cpu")
         if fakes and (to_host or (func is _aten.copy_.default and not isinstance(args[0], FakeTensor))):
-            self._wait("copy")
+            if not (func is _aten.copy_.default and args[2:3] == (True,)):  # to memory that is pinned for that
+                self._wait("copy")
             _add(self.counts.copied, "to host", args[0].nbytes)
             return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype) if to_host else args[0]
         uploads = func in (_aten._to_copy.default, _aten.copy_.default)
