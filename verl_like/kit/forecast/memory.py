@@ -124,7 +124,7 @@ class Model:
     def gathered(self, *, backward: bool) -> float:
         """Whole weights in the compute precision: the root and two layers, or all where they are kept."""
         keeps = not self.fsdp.reshard_after_forward or (self.alone and self.path.on_cpu)
-        if keeps and (backward or self.alone):
+        if keeps and (backward or self.alone or not self.path.on_cpu):
             return float(self.path.c * self.shape.all_weights)
         return self.path.c * (self.shape.root_weights + 2 * self.layer())
 

@@ -150,7 +150,7 @@ class Twin(TorchDispatchMode):
             for leaf in leaves
             if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type())
         ]
-        groups += [_resolve_process_group(leaf) for leaf in leaves[-1:] if isinstance(leaf, str)]
+        groups += [_resolve_process_group(leaf) for leaf in leaves[-1:] if isinstance(leaf, str)]  # pyright: ignore
         if not groups:  # waits, and wrappers of what is waited for
             return
         ranks = tuple(dist.get_process_group_ranks(groups[0]))
@@ -206,7 +206,7 @@ def attention_flops(args: Any, *, backward: bool) -> float:
     args: of the operator; tensors of int32 are the bounds of queries and of keys. A backward pass counts twice.
     """
     q = next(a for a in args if isinstance(a, Tensor) and a.is_floating_point())
-    bounds = [a.on_host for a in args if isinstance(a, Tensor) and hasattr(a, "on_host")]
+    bounds = [a.__dict__["on_host"] for a in args if isinstance(a, Tensor) and hasattr(a, "on_host")]
     own, seen = bounds[0].diff().double(), bounds[-1].diff().double()
     pairs = float((own * (seen - own) + own * (own + 1) / 2).sum())
     return (8.0 if backward else 4.0) * pairs * q.shape[-2] * q.shape[-1]
