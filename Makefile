@@ -2,16 +2,19 @@
 # take a Python that has everything already, on a host without a network for example.
 VENV ?= .venv
 PY := $(VENV)/bin/python
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
+# Bytecode of this package and its tests is kept, in __pycache__: without it, each of some hundred processes compiles anew.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(PY) -m pytest
 # Test processes, each with whole files; those that start Ray run in one of them. WORKERS=0: in one process (--pdb).
-WORKERS ?= 2
-PARALLEL := -n $(WORKERS) --dist loadscope --no-loadscope-reorder
+# Three for two cores: tests wait for processes, time limits and disks a quarter of their time.
+WORKERS ?= 3
+PARALLEL = -n $(WORKERS) --dist loadscope --no-loadscope-reorder
+PYTHON_CUDA ?= python3.12
 # mkdocs and what it needs: apart, so that nothing of the tested stack changes.
 DOCS_VENV ?= .venv-docs
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-engines test-all twin bench-driver mutations test-gpu gpu-report lint format types docs clean
+.PHONY: help setup quickstart test test-minutes test-engines test-all twin bench-driver mutations test-gpu gpu-report twin-wheels twin-cuda lint format types docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -22,9 +25,13 @@ setup: ## make the virtual environment (.venv) with everything in it; see script
 quickstart: setup ## train a tiny model on additions with GRPO, no download: about 4 minutes on 2 cores
 	@$(PY) recipes/quickstart/run.py $(ARGS)
 
-test: setup ## the test suite: 15 minutes on 2 quiet cores
+test: setup ## the test suite: at most 14 minutes on 2 quiet cores
 	$(PYTEST) $(PARALLEL) -m "not slow and not gpu and not engines and not twin" $(ARGS)
 
+test-minutes: setup ## the same, and tests/minutes.txt: minutes of CPU by folder (ARGS=tests/e2e: of that one)
+	$(PYTEST) $(PARALLEL) -p tests.worlds.ledger -m "not slow and not gpu and not engines and not twin" $(ARGS)
+
+test-engines: WORKERS = 2
 test-engines: ## the tests of second engines (SGLang is installed for them), servers, further pools: 10 minutes on 2 quiet cores
 	@$(if $(NO_SETUP),true,WITH_SGLANG=1 bash scripts/setup_env.sh)
 	$(PYTEST) $(PARALLEL) -m "engines and not slow and not gpu and not twin" $(ARGS)
@@ -44,17 +51,16 @@ mutations: setup ## plant faults, one at a time, and show that the tests notice 
 test-gpu: setup ## the tests that need a CUDA device
 	$(PYTEST) -m gpu $(ARGS)
 
-gpu-report: setup ## everything on one CUDA device: its tests, then all benchmarks; tables in outputs/gpu
-	@mkdir -p outputs/gpu
-	-$(PYTEST) -m gpu -s tests/gpu > outputs/gpu/tests.txt 2>&1
-	@tail -n 3 outputs/gpu/tests.txt
-	-$(PY) -m verl_like.cli bench driver --json outputs/gpu/driver.json
-	-$(PY) -m verl_like.cli bench memory --budget 16384 --json outputs/gpu/memory.json
-	-$(PY) -m verl_like.cli bench agents --engine vllm --model 0.5b --json outputs/gpu/agents.json
-	-$(PY) -m verl_like.cli bench sync --channel ipc --model 0.5b --json outputs/gpu/sync_ipc.json
-	-$(PY) -m verl_like.cli bench sync --channel broadcast --model 0.5b --ranks 1 --json outputs/gpu/sync_broadcast.json
-	-$(PY) -m verl_like.cli bench all --model 0.5b --workload w1 --out outputs/gpu/0.5b_w1 $(ARGS)
-	$(PY) -m verl_like.cli bench all --model 1.5b --workload w1 --out outputs/gpu/1.5b_w1 $(ARGS)
+gpu-report: setup ## what only a CUDA device can tell (docs/gpu_checks.md), in pieces of at most 8 minutes; run again: goes on
+	OMP_NUM_THREADS=1 $(PY) -m tests.gpu.report $(ARGS)
+
+twin-wheels: setup ## look up what is used of vLLM, SGLang, FlashAttention, Liger in their GPU wheels: downloads 1.5 GB, keeps none
+	$(PY) -m tests.twin.wheels $(ARGS)
+
+twin-cuda: ## the twin's tests with the versions for cards (Python 3.12, torch's CUDA build, no device): 6 GB into .venv-cuda
+	@test -x .venv-cuda/bin/python || $(PYTHON_CUDA) -m venv .venv-cuda
+	.venv-cuda/bin/python -m pip install -q --disable-pip-version-check -c constraints/cuda.txt setuptools -e ".[dev,liger]"
+	OMP_NUM_THREADS=1 .venv-cuda/bin/python -m pytest $(PARALLEL) tests/twin tests/unit/models/test_fused_triton.py $(ARGS)
 
 lint: setup ## ruff: rules and formatting
 	$(PY) -m ruff check .

@@ -91,6 +91,22 @@ SERVED_AND_QUANTISED = [
         "engine/test_loss_scale.py",
     ),
 ]
+KERNELS = [
+    Mutation(
+        "an argument of a kernel is renamed",
+        "models/fused_triton.py",
+        "def _forward_kernel(z_ptr, target_ptr, out_ptr, out_stride, z_stride, vocab,",
+        "def _forward_kernel(z_ptr, target_ptr, out_ptr, out_stride, z_stride, width,",
+        "models/test_fused_triton.py",
+    ),
+    Mutation(
+        "a logit of -inf makes NaN",
+        "models/fused_triton.py",
+        'tl.where(z == -float("inf"), 0.0, z) * e',
+        "z * e",
+        "models/test_fused_triton.py",
+    ),
+]
 ALGORITHMS = [
     Mutation(
         "gae without lambda",
@@ -433,6 +449,7 @@ WEIGHTS = [
     ),
 ]
 FAMILIES = (
+    KERNELS,
     ALGORITHMS,
     MODELS,
     ENGINE_AND_ROLLOUT,

@@ -51,6 +51,7 @@ PARTS: dict[str, dict[str, str]] = {
     "metrics": {"prometheus": f"{_PLUGINS}.trackers.prometheus:PrometheusTracker"},
     # what is told about a run before it and while it goes on
     "forecast": {"memory": f"{_KIT}.forecast.memory:of_start"},
+    "readback": {"differences": f"{_KIT}.readback:differences"},
     "speed": {"report": f"{_KIT}.speed.report:SpeedReport"},
     "report": {"html": f"{_KIT}.report.writer:ReportWriter"},
 }

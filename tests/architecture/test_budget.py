@@ -14,9 +14,9 @@ import pytest
 
 from tests.architecture.source import Source, package_sources, parse
 
-MOST_LINES = {"core": 32_634, "plugins": 12_082, "kit": 9_782}  # of code, by ring
+MOST_LINES = {"core": 32_044, "plugins": 12_095, "kit": 9_830}  # of code, by ring
 MOST_SMALL_FILES = {
-    "core": 35,
+    "core": 33,
     "plugins": 35,
     "kit": 19,
 }  # with fewer than SMALL lines of any kind, __init__.py left out

@@ -8,7 +8,7 @@ from tests.architecture.source import package_sources
 from verl_like.config.engines import ENGINES
 
 # The readers of other programs' settings: these names are theirs
-ELSEWHERE = ("verl_like/kit/coming_from/", "verl_like/config/aliases.py")
+ELSEWHERE = "verl_like/kit/coming_from/"
 
 
 def compared_names(tree: ast.AST) -> set[str]:

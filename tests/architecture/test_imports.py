@@ -88,7 +88,9 @@ ALLOWED: dict[str, set[str]] = {
     "plugins": set(),
     "kit": set(),
     **dict.fromkeys(("kit.coming_from", "kit.data_view", "kit.datasets", "kit.docs", "kit.evaluation"), KIT_LEVEL),
-    **dict.fromkeys(("kit.explaining", "kit.export", "kit.forecast", "kit.replaying", "kit.report"), KIT_LEVEL),
+    **dict.fromkeys(
+        ("kit.explaining", "kit.export", "kit.forecast", "kit.readback", "kit.replaying", "kit.report"), KIT_LEVEL
+    ),
     "kit.twin": KIT_LEVEL,
     **dict.fromkeys(
         ("kit.bench", "kit.run_diff", "kit.selfcheck", "kit.serving", "kit.speed", "kit.stored_weights", "kit.verbs"),

@@ -7,10 +7,13 @@ from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 
+from tests.worlds.processes import forks
 from verl_like.config import RolloutConfig
+from verl_like.kit.bench import engine_process
 from verl_like.kit.bench.engine_process import EngineProcess, EngineSettings, Hosted, connected, hosted, receive, wanted
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.rollout.base import RolloutEngine
@@ -39,6 +42,16 @@ class EngineHere:
 
 
 Engine = EngineHere | EngineProcess
+
+
+def elsewhere(settings: EngineSettings) -> EngineProcess:
+    """An engine in a process of its own: `hf` in a fork that has torch imported, vLLM in one that starts anew."""
+    if settings.rollout.name != "hf":
+        return EngineProcess(settings)
+    with mock.patch.object(engine_process, "get_context", lambda method: forks()):
+        return EngineProcess(settings)
+
+
 Sync = Callable[[int], SyncReport]  # by version
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tests.worlds.processes import forks
 from verl_like.kit.bench.fake_time import FakeTimeEngine, FakeTimeRollout
 from verl_like.rollout.link import LinkServer
 from verl_like.rollout.rollout_engine import GenerationRequest
@@ -77,9 +77,8 @@ class Elsewhere:
     """The same in another process, behind a pipe: not the link's."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_work, args=(theirs,), daemon=True)
+        self._pipe, theirs = forks().Pipe()
+        self.process = forks().Process(target=_work, args=(theirs,), daemon=True)
         self.process.start()
         theirs.close()
         self._calls: list[Future[Any]] = []

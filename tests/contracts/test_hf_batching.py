@@ -87,6 +87,15 @@ def request(i: int, prompt: int = 3, sampling: SamplingParams = ENDLESS, **field
     return GenerationRequest(request_id=f"r{i}", prompt_ids=prompt_ids, sampling=sampling, seed=1000 + i, **fields)
 
 
+def batches(engine: HFRolloutEngine) -> list[Batch]:
+    """What is under way, by forward."""
+    return engine._batches
+
+
+def model_of(engine: HFRolloutEngine) -> Any:
+    return engine._module
+
+
 def steps(engine: HFRolloutEngine, count: int = 10_000) -> dict[str, Completion]:
     """At most so many steps; what ended, in this order."""
     done: dict[str, Completion] = {}
@@ -189,9 +198,9 @@ def test_columns_that_no_row_needs_are_cut_off(engine: HFRolloutEngine) -> None:
     engine.add(request(0, 50, SamplingParams(max_tokens=2)))
     engine.add(request(1, 4))
     steps(engine, 1)
-    assert engine._batches[0].cache.get_seq_length() == 50
+    assert batches(engine)[0].cache.get_seq_length() == 50
     steps(engine, 1)
-    assert engine._batches[0].cache.get_seq_length() == engine._batches[0].mask_bS.shape[1] == 5
+    assert batches(engine)[0].cache.get_seq_length() == batches(engine)[0].mask_bS.shape[1] == 5
     assert gap(request(1, 4), steps(engine)["r1"].sampled) < 1e-5
 
 
@@ -300,7 +309,7 @@ def test_a_forward_takes_no_more_tokens_than_allowed(make: Make) -> None:
         make(max_num_seqs=32, max_num_batched_tokens=10**6),
         make(max_num_seqs=32, max_num_batched_tokens=most),
     )
-    bounded._module.register_forward_pre_hook(
+    model_of(bounded).register_forward_pre_hook(
         lambda module, args, kwargs: taken.append(kwargs["input_ids"].numel()), with_kwargs=True
     )
     lengths = [[len(each.prompt_ids) for each in asked], [len(each.prompt_ids) + 40 for each in asked]]
@@ -308,7 +317,7 @@ def test_a_forward_takes_no_more_tokens_than_allowed(make: Make) -> None:
     for engine in (wide, bounded):
         for each in asked:
             engine.add(each)
-        assert not steps(engine, 40) and len(engine._batches) == 1
+        assert not steps(engine, 40) and len(batches(engine)) == 1
         engine.load_weights(iter(state(OTHER).items()), 2)
         done.append({i: c.token_ids for i, c in steps(engine).items()})
     assert done[0] == done[1]
@@ -396,7 +405,7 @@ def test_windows_and_states_join_too(name: str, process: ProcessInfo, tmp_path: 
     steps(engine, 8)
     engine.add(request(1, 2))
     steps(engine, 1)
-    assert engine.prefilled_tokens - before == 22 and len(engine._batches) == 1
+    assert engine.prefilled_tokens - before == 22 and len(batches(engine)) == 1
     engine.drop(["r0"])  # leaves a cache that is narrower than the window, then wider
     steps(engine)
     assert_churn_is_right(engine, 1e-4)
@@ -415,11 +424,11 @@ def test_caches_that_cannot_be_joined_are_decoded_in_turn(
         engine.add(request(2 * i, 9 + i))
         engine.add(request(2 * i + 1, 2))
         steps(engine, 2)
-    assert [len(batch.rows) for batch in engine._batches] == [2, 2, 2]
+    assert [len(batch.rows) for batch in batches(engine)] == [2, 2, 2]
     assert engine.prefilled_tokens - before == 9 + 10 + 11 + 6
     assert [len(sampled) for sampled in engine.progress().values()] == [6, 6, 4, 4, 2, 2]
     engine.drop(["r2", "r3"])
-    assert [len(batch.rows) for batch in engine._batches] == [2, 2]
+    assert [len(batch.rows) for batch in batches(engine)] == [2, 2]
     steps(engine)
     assert_churn_is_right(engine, 1e-4)
     engine.shutdown()
@@ -450,7 +459,7 @@ def test_out_of_memory_halves_the_rows_and_changes_no_token(
             torch.empty(2**47)
 
     if where == "layer":
-        small._module.model.layers[1].mlp.register_forward_pre_hook(lambda _, args: ask(len(args[0])))
+        model_of(small).model.layers[1].mlp.register_forward_pre_hook(lambda _, args: ask(len(args[0])))
     else:
         draw = token_rows.draw
         monkeypatch.setattr(token_rows, "draw", lambda rows, uniform: (ask(len(uniform)), draw(rows, uniform))[1])
@@ -461,6 +470,6 @@ def test_out_of_memory_halves_the_rows_and_changes_no_token(
     assert {name: c.token_ids for name, c in found.items()} == {name: c.token_ids for name, c in expected.items()}
     if where == "layer":
         small.add(request(30, 3))
-        small._module.model.layers[0].mlp.register_forward_pre_hook(lambda *_: torch.empty(2**47) and None)
+        model_of(small).model.layers[0].mlp.register_forward_pre_hook(lambda *_: torch.empty(2**47) and None)
         with pytest.raises(RuntimeError, match="allocate"):
             small.step()  # one row alone

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.contracts.two_ranks import run_on_two_ranks
+from tests.contracts.two_ranks import fork_on_two_ranks
 from verl_like.kit.bench.fake_time import FakeTimeEngine, FakeTimeRollout
 from verl_like.parallel.dist import init_distributed
 from verl_like.rollout import step_loop
@@ -22,7 +22,7 @@ ENDLESS = GenerationRequest(request_id="r", prompt_ids=[1], sampling=SamplingPar
 
 
 def test_a_rank_that_ends_is_noticed_at_once(tmp_path: Path) -> None:
-    first, _ = run_on_two_ranks(__file__, tmp_path)
+    first, _ = fork_on_two_ranks(__file__, tmp_path)
     assert set(first) == {"closes", "fails", "dies"}
     assert all(seconds < 10 for seconds in first.values()), first  # a silent one would be waited for 600
 

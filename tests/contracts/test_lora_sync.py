@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.contracts.engine_ends import EngineHere, Sync, connect, transfer, unload, within
+from tests.contracts.engine_ends import EngineHere, Sync, connect, elsewhere, transfer, unload, within
 from tests.contracts.two_ranks import run_on_two_ranks
 from tests.unit.engine import tiny
 from tests.unit.rollout.tiny import build_for
@@ -23,7 +23,6 @@ from verl_like.config import ModelConfig, OptimConfig, RolloutConfig
 from verl_like.config.model import LoraConfig
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.kit.bench.engine_process import (
-    EngineProcess,
     EngineSettings,
     receive,
     wanted,
@@ -255,7 +254,7 @@ def test_adapters_alone_on_every_channel(process: ProcessInfo, path: str, kind: 
         max_model_len=128,
         run_id="lora-sync",
     )
-    there = EngineHere(settings, process) if kind == "inproc" else EngineProcess(settings)
+    there = EngineHere(settings, process) if kind == "inproc" else elsewhere(settings)
     engine = trainer(process, path)
     source = WeightSource(engine, process, prove=True)
     channel = connect(kind, there, process.device, run_id="lora-sync", bucket_bytes=10_000)

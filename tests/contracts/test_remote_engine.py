@@ -11,12 +11,14 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.worlds.processes import forks
 from verl_like.kit.bench.fake_time import FakeTimeEngine, FakeTimeRollout
 from verl_like.rollout.rollout_engine import (
     Completion,
@@ -26,6 +28,7 @@ from verl_like.rollout.rollout_engine import (
     Sampled,
     SamplingParams,
 )
+from verl_like.workers import remote_engine
 from verl_like.workers.remote_engine import RemoteEngine
 
 REQUEST = GenerationRequest(request_id="r", prompt_ids=[1], sampling=SamplingParams(max_tokens=4))
@@ -76,6 +79,12 @@ class Counting(FakeTimeRollout):
         assert names == ["a", "b"][: len(names)], names
 
 
+@pytest.fixture(autouse=True)
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's process has torch imported: three seconds of CPU less a test. The last test spawns one."""
+    monkeypatch.setattr(remote_engine, "get_context", lambda method: forks())
+
+
 def refused() -> Engine:
     raise ValueError("rollout.dtype=float9 is none")
 
@@ -87,12 +96,21 @@ def opened(**options: float) -> RemoteEngine:
     return engine
 
 
+def process_of(engine: RemoteEngine) -> BaseProcess:
+    return engine._there._process
+
+
+def wait_at_most(engine: RemoteEngine, seconds: float) -> None:
+    """For an answer, from now on: a start may take longer."""
+    engine._there._timeout_s = seconds
+
+
 def test_a_killed_process_fails_what_is_pending_and_what_comes() -> None:
     engine = opened()
     future = engine.submit(REQUEST)
     with pytest.raises(ValueError, match="'r' is already in use"):
         engine.submit(REQUEST)
-    os.kill(engine._there._process.pid, signal.SIGKILL)
+    os.kill(process_of(engine).pid, signal.SIGKILL)
     with pytest.raises(RolloutError, match=r"has ended \(exit code -9\)"):
         future.result(30)
     with pytest.raises(RolloutError, match="has ended"):
@@ -104,9 +122,9 @@ def test_the_next_whole_load_starts_a_lost_process_anew() -> None:
     engine = RemoteEngine(Counting)
     engine.load_weights([("a", torch.zeros(2))], 1, mark="one")
     engine.open()
-    os.kill(engine._there._process.pid, signal.SIGSTOP)  # or the request would end before
+    os.kill(process_of(engine).pid, signal.SIGSTOP)  # or the request would end before
     waiting = engine.submit(REQUEST)
-    engine._there._process.kill()
+    process_of(engine).kill()
     with pytest.raises(EngineLostError, match="has ended"):
         waiting.result(30)
     assert engine.held is None and engine.lost
@@ -126,11 +144,11 @@ def test_the_next_whole_load_starts_a_lost_process_anew() -> None:
 
 def test_an_engine_that_hangs_while_requests_are_pending_is_ended() -> None:
     engine = opened()
-    engine._there._timeout_s = 0.3  # the reader looks at it when the next message has come
+    wait_at_most(engine, 0.3)  # the reader looks at it when the next message has come
     with pytest.raises(RolloutError, match="no device"):
         engine.wake()
     future = engine.submit(REQUEST)
-    os.kill(engine._there._process.pid, signal.SIGSTOP)
+    os.kill(process_of(engine).pid, signal.SIGSTOP)
     with pytest.raises(EngineLostError, match=r"has said nothing for 0\.6 s, with requests pending"):
         future.result(30)
     engine.shutdown()
@@ -156,24 +174,24 @@ def test_errors_come_back_by_name() -> None:
     with pytest.raises(RolloutError, match="OSError: no device"):
         engine.wake()
     engine.shutdown()
-    assert engine._there._process.exitcode == 0
+    assert process_of(engine).exitcode == 0
 
 
 def test_a_process_that_does_not_answer_is_ended() -> None:
     engine = opened(timeout_s=30.0)
-    engine._there._timeout_s = 0.2
+    wait_at_most(engine, 0.2)
     with pytest.raises(RolloutError, match=r"did not answer sleep\(\) within 0.2 s"):
         engine.sleep()
     engine.shutdown()
-    assert engine._there._process.exitcode == -signal.SIGKILL
+    assert process_of(engine).exitcode == -signal.SIGKILL
 
 
 def test_the_process_does_not_outlive_the_one_that_started_it(tmp_path: Path) -> None:
     """Not even in the middle of a call, in which it reads nothing."""
     script = (
-        "import os, time\nfrom tests.contracts.test_remote_engine import opened\n"
+        "import os, time\nfrom tests.contracts.test_remote_engine import opened, process_of\n"
         "if __name__ == '__main__':\n"
-        "    engine = opened(); print(engine._there._process.pid, flush=True)\n"
+        "    engine = opened(); print(process_of(engine).pid, flush=True)\n"
         "    engine._there.ask('call', 'sleep', ()); time.sleep(0.5); os.kill(os.getpid(), 9)\n"
     )
     (tmp_path / "starts.py").write_text(script)
@@ -194,7 +212,7 @@ def test_the_process_does_not_outlive_the_one_that_started_it(tmp_path: Path) ->
 def test_what_others_say_in_the_midst_of_weights_is_done_after_them() -> None:
     engine = RemoteEngine(Counting)
     engine.load_weights([], 1)
-    engine._there._timeout_s = 20.0
+    wait_at_most(engine, 20.0)
     waiting = engine.submit(REQUEST)
     with ThreadPoolExecutor() as threads:
         looking: list[Future[dict[str, Sampled]]] = []
@@ -226,7 +244,7 @@ def test_callbacks_may_submit_abort_and_look() -> None:
     engine = RemoteEngine(Counting)
     engine.load_weights([], 1)
     engine.open()
-    engine._there._timeout_s = 20.0
+    wait_at_most(engine, 20.0)
     found: Future[tuple[dict[str, Sampled], Future[Completion]]] = Future()
 
     def ended(_: Future[Completion]) -> None:
@@ -272,8 +290,8 @@ def test_an_engine_ends_though_its_process_has_just_died() -> None:
         fail(text)
 
     engine._there._fail = late  # type: ignore[method-assign]
-    engine._there._process.kill()
-    connection.wait([engine._there._process.sentinel])
+    process_of(engine).kill()
+    connection.wait([process_of(engine).sentinel])
     threading.Timer(0.5, gate.set).start()
     engine.shutdown()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.contracts.engine_ends import EngineHere
+from tests.contracts.engine_ends import EngineHere, elsewhere
 from tests.contracts.sync_faults import (
     DROPPED,
     FAULTS,
@@ -29,7 +29,7 @@ from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.config.roles import RoleConfig
 from verl_like.config.rollout import EngineKwargsConfig
 from verl_like.engine.fsdp import FSDPEngine
-from verl_like.kit.bench.engine_process import EngineProcess, EngineSettings
+from verl_like.kit.bench.engine_process import EngineSettings
 from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
 from verl_like.weight_sync.verdict import WeightSyncError
 
@@ -95,7 +95,7 @@ def planting(name: str, dtype: str, process: ProcessInfo, folder: Path, tp: int 
         max_model_len=MAX_LEN,
         run_id=RUN_ID,
     )
-    held = EngineHere(settings, process) if kind == "inproc" else EngineProcess(settings)
+    held = EngineHere(settings, process) if kind == "inproc" else elsewhere(settings)
     engine = FSDPEngine(RoleConfig(model=model), process, tokenizer_size=TOKENIZER_SIZE)
     return Plant(engine, held, kind, process, BUCKET)
 

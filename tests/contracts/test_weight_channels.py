@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.contracts.engine_ends import EngineHere, connect, transfer
+from tests.contracts.engine_ends import EngineHere, connect, elsewhere, transfer
 from tests.contracts.test_weight_sync import FAULTS
 from tests.unit.rollout.tiny import (
     MAX_LEN,
@@ -87,7 +87,7 @@ class Pair:
         )
         self.name = name
         self.kind, self.process, self.trainer = kind, process, FakeTrainEngine(tiny_model(seed=3))
-        self.engine = EngineHere(settings, process) if kind == "inproc" else EngineProcess(settings)
+        self.engine = EngineHere(settings, process) if kind == "inproc" else elsewhere(settings)
         self.source = WeightSource(self.trainer, process, prove=True)  # type: ignore[arg-type]
         self.channel: SendingEnd = InProcess()
         self.version = 0

@@ -40,7 +40,6 @@ def test_weights_arrive_and_a_fault_is_named(kind: str, name: str, tmp_path: Pat
         max_model_len=MAX_LEN,
         run_id="gpu-channels",
         device="cuda",
-        port=free_port(),
         local_rank=1 if kind == "broadcast" else 0,
     )
     engine, trainer = EngineProcess(settings), FakeTrainEngine(tiny_model(seed=3))

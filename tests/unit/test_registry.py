@@ -8,7 +8,7 @@ import pytest
 
 from verl_like.cli.main import VERBS
 from verl_like.config.engines import ENGINES, OURS
-from verl_like.config.enums import RolloutName
+from verl_like.config.rollout import RolloutName
 from verl_like.registry import PARTS, part
 from verl_like.rewards.graders import GRADERS
 from verl_like.user_code import load

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec import AbstractFileSystem
 
 from verl_like import remote_storage
 from verl_like.remote_storage import MARKER, RemoteFolder, Uploader, local_folder, to_shared_memory
@@ -32,6 +33,12 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> RemoteFolder:
     return RemoteFolder(url, "trainer.default_hdfs_dir")
 
 
+@pytest.fixture
+def files(storage: RemoteFolder) -> AbstractFileSystem:
+    """What the folder writes with."""
+    return storage._fs
+
+
 def test_what_went_there_comes_back(storage: RemoteFolder, tmp_path: Path) -> None:
     assert storage.steps() == []
     for step in (10, 2):
@@ -44,9 +51,11 @@ def test_what_went_there_comes_back(storage: RemoteFolder, tmp_path: Path) -> No
     assert not (tmp_path / "none").exists()
 
 
-def test_an_upload_that_is_cut_is_no_checkpoint(storage: RemoteFolder, tmp_path: Path, monkeypatch: Any) -> None:
+def test_an_upload_that_is_cut_is_no_checkpoint(
+    storage: RemoteFolder, files: AbstractFileSystem, tmp_path: Path, monkeypatch: Any
+) -> None:
     """Also where a whole one of that step was there: it is being replaced."""
-    folder, put, calls = checkpoint(tmp_path, 4), storage._fs.put_file, []
+    folder, put, calls = checkpoint(tmp_path, 4), files.put_file, []
     storage.upload(folder)
 
     def cut(local: str, there: str) -> None:
@@ -55,7 +64,7 @@ def test_an_upload_that_is_cut_is_no_checkpoint(storage: RemoteFolder, tmp_path:
             raise ConnectionResetError("cut")
         put(local, there)
 
-    monkeypatch.setattr(storage._fs, "put_file", cut)
+    monkeypatch.setattr(files, "put_file", cut)
     with pytest.raises(ValueError, match="ConnectionResetError: cut"):
         storage.upload(folder)
     assert storage.steps() == []
@@ -63,15 +72,15 @@ def test_an_upload_that_is_cut_is_no_checkpoint(storage: RemoteFolder, tmp_path:
     assert storage.steps() == [4] and len(calls) == 5
 
 
-def test_sizes_are_compared(storage: RemoteFolder, tmp_path: Path, monkeypatch: Any) -> None:
-    folder, put = checkpoint(tmp_path, 4), storage._fs.put_file
+def test_sizes_are_compared(storage: RemoteFolder, files: AbstractFileSystem, tmp_path: Path, monkeypatch: Any) -> None:
+    folder, put = checkpoint(tmp_path, 4), files.put_file
     storage.upload(folder)
     there = f"{storage._root}/global_step_4/actor/model/a.bin"
-    storage._fs.pipe_file(there, b"short")
+    files.pipe_file(there, b"short")
     with pytest.raises(ValueError, match=r"actor/model/a.bin has 5 of 1000 bytes"):
         storage.download("global_step_4", tmp_path / "back")
     (tmp_path / "empty").touch()
-    monkeypatch.setattr(storage._fs, "put_file", lambda local, path: put(str(tmp_path / "empty"), path))
+    monkeypatch.setattr(files, "put_file", lambda local, path: put(str(tmp_path / "empty"), path))
     with pytest.raises(ValueError, match=r"has 0 bytes after the upload"):
         storage.upload(folder)
 
@@ -100,15 +109,15 @@ def test_uploads_run_behind_and_are_tried_again(storage: RemoteFolder, tmp_path:
 
 
 def test_storage_that_was_away_gets_its_time_again(
-    storage: RemoteFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    storage: RemoteFolder, files: AbstractFileSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote_storage, "_PAUSE_S", 0.0)
-    uploader, path, real = Uploader(storage), checkpoint(tmp_path, 1), storage._fs.exists
-    monkeypatch.setattr(storage._fs, "exists", _raises)
+    uploader, path, real = Uploader(storage), checkpoint(tmp_path, 1), files.exists
+    monkeypatch.setattr(files, "exists", _raises)
     uploader.start(path)
     assert uploader._failed(60.0) == [path] and storage.overdue_s < 0
     uploader.start(path)
-    monkeypatch.setattr(storage._fs, "exists", lambda *names: time.sleep(0.3) or real(*names))
+    monkeypatch.setattr(files, "exists", lambda *names: time.sleep(0.3) or real(*names))
     monkeypatch.setattr(remote_storage, "_LAST_S", 5.0)
     assert uploader.finish() == [] and storage.steps() == [1]
 
@@ -118,13 +127,17 @@ def _raises(*arguments: Any) -> bool:
 
 
 def test_storage_that_does_not_answer_holds_nothing_up(
-    storage: RemoteFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    storage: RemoteFolder,
+    files: AbstractFileSystem,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(remote_storage, "_FILE_S", 0.3)
     monkeypatch.setattr(remote_storage, "_LOOK_S", 0.05)
     monkeypatch.setattr(remote_storage, "_LAST_S", 0.5)
-    answers, put = threading.Event(), storage._fs.put_file
-    monkeypatch.setattr(storage._fs, "put_file", lambda *paths: answers.wait(60) and put(*paths))
+    answers, put = threading.Event(), files.put_file
+    monkeypatch.setattr(files, "put_file", lambda *paths: answers.wait(60) and put(*paths))
     uploader, paths = Uploader(storage), [checkpoint(tmp_path, step) for step in (1, 2, 3)]
     began = time.monotonic()
     for path in paths:
@@ -133,7 +146,7 @@ def test_storage_that_does_not_answer_holds_nothing_up(
     assert uploader.finish() == [*map(str, paths)] and time.monotonic() - began < 30
     late = storage.overdue_s
     with pytest.raises(ValueError, match="cannot be written"):  # a further try is no sign of life
-        monkeypatch.setattr(storage._fs, "exists", _raises)
+        monkeypatch.setattr(files, "exists", _raises)
         storage.upload(paths[0])
     assert storage.overdue_s > late > 0.3
     monkeypatch.undo()
@@ -185,25 +198,25 @@ def test_a_model_in_shared_memory(tmp_path: Path, monkeypatch: Any, caplog: pyte
     assert to_shared_memory(folder, "model.use_shm") == folder and "has no effect" in caplog.text
 
 
-def test_the_marker_names_every_file(storage: RemoteFolder, tmp_path: Path) -> None:
+def test_the_marker_names_every_file(storage: RemoteFolder, files: AbstractFileSystem, tmp_path: Path) -> None:
     storage.upload(checkpoint(tmp_path, 4), "vl1")
-    told = json.loads(storage._fs.cat_file(f"{storage._root}/global_step_4/{MARKER}"))
+    told = json.loads(files.cat_file(f"{storage._root}/global_step_4/{MARKER}"))
     assert told == {"files": {name: len(content) for name, content in FILES.items()}, "run": "vl1"}
 
 
 def test_files_that_are_deleted_make_no_whole_checkpoint(
-    storage: RemoteFolder, tmp_path: Path, monkeypatch: Any
+    storage: RemoteFolder, files: AbstractFileSystem, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """All of them before the upload; some during it, as where the actor's folder goes and the critic's stays."""
     with pytest.raises(ValueError, match=r"global_step_3 holds no file"):
         storage.upload(tmp_path / "global_step_3")
-    folder, put = checkpoint(tmp_path, 4), storage._fs.put_file
+    folder, put = checkpoint(tmp_path, 4), files.put_file
 
     def put_and_delete(local: str, there: str) -> None:
         put(local, there)
         Path(local).unlink()
 
-    monkeypatch.setattr(storage._fs, "put_file", put_and_delete)
+    monkeypatch.setattr(files, "put_file", put_and_delete)
     with pytest.raises(ValueError, match=r"global_step_4 changed during the upload"):
         storage.upload(folder)
     assert storage.steps() == []

@@ -15,6 +15,7 @@ from verl_like.algorithms.kl import KL_ESTIMATORS
 from verl_like.algorithms.objectives import PolicyObjective
 from verl_like.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss
 from verl_like.config import ActorConfig, PolicyLossConfig
+from verl_like.config.errors import raise_if_any
 from verl_like.config.trainer import TrainerConfig
 from verl_like.observe.trackers import build_trackers, check_trackers
 from verl_like.rewards.graders import choose
@@ -202,7 +203,7 @@ def test_code_is_checked_before_anything_starts(tmp_path: Path) -> None:
         (["algorithm.kl_penalty=/no.py:f", "algorithm.use_kl_in_reward=true"], "there is no such file"),
     ]:
         with pytest.raises(ValueError, match=message):
-            check_own_code(compose(settings))
+            raise_if_any(check_own_code(compose(settings)))
 
 
 def test_a_tracker_of_ones_own(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
-"""New processes that need not import the large libraries: each is a fork of a server that has them, one per session.
+"""New processes that need not import what trains: each is a fork of a server that has it, one per session.
 
-A Python that trains takes four seconds of CPU for its imports, most of them torch's and transformers'. The server
-imports those and nothing of ours: this package a child imports anew. What is tested about a start itself (signals,
-what is imported when, parents that die) takes a Python of its own all the same.
+A Python that trains takes six seconds of CPU for its imports, most of them torch's and transformers', more than one of
+this package's own. Nothing that the server imports reads the environment, a clock or the command line then. What is
+tested about a start itself (signals, what is imported when, parents that die) takes a Python of its own all the same.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.context import ForkServerProcess
+from contextlib import chdir
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,17 @@ _FORKS.set_forkserver_preload(
         *("torch.distributed.tensor.parallel", "torch.distributed.checkpoint.state_dict"),
         *("transformers.generation", "transformers.modeling_utils", "transformers.models.auto"),
         *("transformers.models.qwen2.modeling_qwen2", "safetensors.torch", "pyarrow.parquet", "hydra"),
+        *("verl_like.trainer.command_line", "verl_like.trainer.run", "verl_like.cluster.local"),
+        *("verl_like.workers.host", "verl_like.workers.roles", "verl_like.rollout.hf"),
     ]
 )
+
+
+def forks() -> ForkServerContext:
+    """The context of multiprocessing whose processes are forks of the server, which runs from now on."""
+    with chdir(ROOT):  # from where it imports this package
+        forkserver.ensure_running()
+    return _FORKS
 
 
 def start(
@@ -37,7 +48,8 @@ def start(
 ) -> ForkServerProcess:
     """A process that runs function(*arguments) in today's folder and environment; files take what it prints."""
     environment = {**os.environ, **env}
-    child = _FORKS.Process(target=_in_child, args=(function, arguments, environment, os.getcwd(), (out, err or out)))
+    arguments = (function, arguments, environment, os.getcwd(), (out, err or out))
+    child = forks().Process(target=_in_child, args=arguments)
     child.start()
     return child
 
@@ -65,6 +77,8 @@ def _in_child(
     folder: str,
     logs: tuple[Path, Path],
 ) -> None:
+    ours = sys.modules["verl_like"].__file__
+    assert ours is not None and Path(ours).parent.parent == ROOT, f"the server has taken {ours}"
     os.environ.clear()  # it has the server's
     os.environ.update(environment)
     os.chdir(folder)

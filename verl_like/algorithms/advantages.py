@@ -1,7 +1,8 @@
 """Advantage estimators: from token rewards to credit. One function each, chosen by algorithm.adv_estimator.
 
-To add one: CONTRIBUTING.md has the steps; for a run of one's own algorithm.adv_estimator=file.py:name does. Statistics
-are those of the whole rollout batch: estimators run on the driver, before anything is cut.
+Each has a row in config/menus.txt. To add one: CONTRIBUTING.md has the steps; for a run of one's own
+algorithm.adv_estimator=file.py:name does. Statistics are those of the whole rollout batch: estimators run on the
+driver, before anything is cut.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from verl_like.algorithms.registry import Registry
 from verl_like.algorithms.stepwise import Turns, anchor_advantages, normalised_by_group, turn_returns, turns_of
 from verl_like.batch import TensorStruct, beside, tokens
 from verl_like.config import AlgorithmConfig
+from verl_like.config.menus import ESTIMATORS
 from verl_like.flat_columns import Blocks, on_rows, row_sums
 
 GRPO_EPS = 1e-6
@@ -99,7 +101,9 @@ class AdvantageOutputs(TensorStruct):
 
 
 AdvantageFunction = Callable[[AdvantageInputs, AlgorithmConfig], AdvantageOutputs]
-ADVANTAGES: Registry[AdvantageFunction] = Registry("algorithm.adv_estimator", arguments=("inputs", "algorithm"))
+ADVANTAGES: Registry[AdvantageFunction] = Registry(
+    "algorithm.adv_estimator", ESTIMATORS, arguments=("inputs", "algorithm")
+)
 register_advantage = ADVANTAGES.register
 
 
@@ -134,7 +138,6 @@ def outcome(
     )
 
 
-@register_advantage("gae")
 def gae(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
     """Generalized advantage estimation, whitened over all tokens (Schulman et al. 2016, arXiv 1506.02438).
 
@@ -165,7 +168,6 @@ def gae(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs
     return outcome(inputs, masked_whiten(raw_T, mask_T), masked_fill_zero(raw_T + inputs.values_T, mask_T))
 
 
-@register_advantage("grpo")
 def grpo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
     """Group-relative advantage: (reward - group mean) / (group std + 1e-6) on every token (DeepSeekMath, arXiv
     2402.03300).
@@ -199,13 +201,11 @@ def above_group_mean(inputs: AdvantageInputs) -> tuple[Tensor, GroupStatistics]:
     return reward_B.double() - groups.of_rows(groups.mean_G), groups
 
 
-@register_advantage("dr_grpo")
 def dr_grpo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
     """reward - group mean: grpo without the division, whatever norm_adv_by_std_in_grpo says (arXiv 2503.20783)."""
     return on_all_tokens(above_group_mean(inputs)[0], inputs)
 
 
-@register_advantage("rloo")
 def rloo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
     """reward - mean reward of the others in the group (RLOO, Ahmadian et al. 2024, arXiv 2402.14740)."""
     difference_B, groups = above_group_mean(inputs)
@@ -213,7 +213,6 @@ def rloo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutput
     return on_all_tokens(difference_B * size_B / (size_B - 1).clamp(min=1), inputs)
 
 
-@register_advantage("opo")
 def opo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
     """reward - length-weighted mean reward of the group (OPO's optimal baseline, Hao et al. 2025, arXiv 2505.23585)."""
     reward_B, length_B = inputs.reward_B().double(), inputs.sampled_B().double()
@@ -222,7 +221,6 @@ def opo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs
     return on_all_tokens(reward_B - groups.of_rows(baseline_G), inputs)
 
 
-@register_advantage("gpg")
 def gpg(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
     """alpha * (reward - group mean), alpha = rows / rows of groups whose rewards differ (GPG, arXiv 2504.02546).
 
@@ -234,7 +232,6 @@ def gpg(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs
     return on_all_tokens(difference_B * len(difference_B) / with_signal, inputs)
 
 
-@register_advantage("grpo_passk")
 def grpo_passk(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
     """Best reward - second best on the group's best row, 0 on the others (pass@k, Tang et al. 2025, arXiv 2503.19595).
 
@@ -252,7 +249,6 @@ def grpo_passk(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantage
     return on_all_tokens(advantage_B, inputs)
 
 
-@register_advantage("maxrl")
 def maxrl(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
     """(reward - group mean) / (group mean + 1e-6) (MaxRL, Tajwar et al. 2026, arXiv 2602.02710).
 
@@ -269,7 +265,6 @@ def maxrl(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutpu
     return on_all_tokens(difference_B / (groups.of_rows(groups.mean_G) + GRPO_EPS), inputs)
 
 
-@register_advantage("lite_ppo")
 def lite_ppo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
     """(reward - group mean) / (std of the batch's rewards + 1e-6) (Lite PPO, Liu et al. 2025, arXiv 2508.08221)."""
     difference_B, _ = above_group_mean(inputs)
@@ -277,13 +272,11 @@ def lite_ppo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOu
     return on_all_tokens(difference_B / (batch.of_rows(batch.std_G) + GRPO_EPS), inputs)
 
 
-@register_advantage("reinforce_plus_plus_baseline")
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
     """reward - group mean, whitened over all sampled tokens (REINFORCE++ with baseline, arXiv 2501.03262)."""
     return whitened(above_group_mean(inputs)[0], inputs)
 
 
-@register_advantage("gdpo")
 def gdpo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
     """Several rewards: sum over algorithm.gdpo_reward_keys of weight * (its grpo advantage), then whitened.
 
@@ -313,7 +306,6 @@ def turns_in(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Turns:
     return turns_of(inputs.step_BR, inputs.response_mask_BR)
 
 
-@register_advantage("step_reinforce")
 def step_reinforce(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
     """The return of the token's turn, discounted by step_reward_gamma a turn (ROLL's step-wise reinforce)."""
     turns = turns_in(inputs, algorithm)
@@ -322,7 +314,6 @@ def step_reinforce(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advan
     return outcome(inputs, returns_T, returns_T)
 
 
-@register_advantage("gigpo")
 def gigpo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
     """Group in group (GiGPO, Feng et al. 2025, arXiv 2505.10978): the episode's advantage plus the turn's.
 
@@ -360,14 +351,12 @@ def discounted_returns(inputs: AdvantageInputs, gamma: float) -> Tensor:
     return inputs.by_blocks(backwards, inputs.token_rewards_T, inputs.response_mask_T, entries=_LOOP_BLOCK)
 
 
-@register_advantage("reinforce")
 def reinforce(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
     """The discounted return itself, without a baseline (Williams 1992)."""
     returns_T = discounted_returns(inputs, algorithm.gamma)
     return outcome(inputs, returns_T, returns_T)
 
 
-@register_advantage("reinforce_plus_plus")
 def reinforce_plus_plus(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
     """The discounted return, whitened over all sampled tokens (REINFORCE++, Hu et al. 2025, arXiv 2501.03262)."""
     returns_T = discounted_returns(inputs, algorithm.gamma)
@@ -377,7 +366,6 @@ def reinforce_plus_plus(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> 
 # ---- against a baseline from outside the batch, or one for each position
 
 
-@register_advantage("remax")
 def remax(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
     """Undiscounted return - reward of the greedy response to the same prompt (ReMax, Li et al. 2023, arXiv 2310.10505).
 
@@ -390,7 +378,6 @@ def remax(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutpu
     return outcome(inputs, returns_T - inputs.on_sampled(inputs.baseline_B), returns_T, metrics)
 
 
-@register_advantage("optimal_token_baseline")
 def optimal_token_baseline(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
     """Return - the group's variance-minimal baseline at each position (Li et al. 2026, arXiv 2602.07078).
 
@@ -407,7 +394,6 @@ def optimal_token_baseline(inputs: AdvantageInputs, algorithm: AlgorithmConfig) 
     return outcome(inputs, advantages_T, returns_T)
 
 
-@register_advantage("tir_optimal_token_baseline")
 def tir_optimal_token_baseline(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
     """Optimal token baseline for tool-integrated reasoning: positions count sampled tokens, not tool text."""
     returns_T, columns = discounted_returns(inputs, gamma=1.0), _energy_columns(inputs)

@@ -15,9 +15,10 @@ from torch import Tensor
 from verl_like.algorithms.masked import masked_mean, masked_sum
 from verl_like.algorithms.registry import Registry
 from verl_like.batch import Denominators
+from verl_like.config import menus
 
 AggregateFunction = Callable[[Tensor, Tensor, Denominators, float, Tensor | None], Tensor]
-AGGREGATIONS: Registry[AggregateFunction] = Registry("loss_agg_mode")
+AGGREGATIONS: Registry[AggregateFunction] = Registry("loss_agg_mode", menus.AGGREGATIONS)
 
 
 def aggregate(
@@ -44,25 +45,21 @@ def aggregate(
     return AGGREGATIONS.lookup(mode)(loss_BR, mask_BR, denominators, scale, episode_tokens_B)
 
 
-@AGGREGATIONS.register("token-mean")
 def token_mean(loss_BR: Tensor, mask_BR: Tensor, denominators: Denominators, *_: object) -> Tensor:
     """Mean over all tokens: each counts the same (DAPO, arXiv 2503.14476)."""
     return masked_sum(loss_BR, mask_BR) / max(denominators.num_tokens, 1)
 
 
-@AGGREGATIONS.register("token-sum")
 def token_sum(loss_BR: Tensor, mask_BR: Tensor, denominators: Denominators, *_: object) -> Tensor:
     """Plain sum: the gradient grows with the batch."""
     return masked_sum(loss_BR, mask_BR)
 
 
-@AGGREGATIONS.register("seq-mean-token-sum")
 def seq_mean_token_sum(loss_BR: Tensor, mask_BR: Tensor, denominators: Denominators, *_: object) -> Tensor:
     """Sum over an episode's tokens, mean over episodes."""
     return masked_sum(loss_BR, mask_BR) / max(denominators.num_sequences, 1)
 
 
-@AGGREGATIONS.register("seq-mean-token-mean")
 def seq_mean_token_mean(
     loss_BR: Tensor, mask_BR: Tensor, denominators: Denominators, scale: float, episode_tokens_B: Tensor | None
 ) -> Tensor:
@@ -73,7 +70,6 @@ def seq_mean_token_mean(
     return shares_B.sum() / max(denominators.num_sequences, 1)
 
 
-@AGGREGATIONS.register("seq-mean-token-sum-norm")
 def seq_mean_token_sum_norm(
     loss_BR: Tensor, mask_BR: Tensor, denominators: Denominators, scale: float, *_: object
 ) -> Tensor:

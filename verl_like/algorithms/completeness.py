@@ -85,7 +85,8 @@ def _lacking(values: Mapping[str, Any], wanted: Mapping[str, str], source: str) 
 
 def component_names(algorithm: AlgorithmConfig) -> list[str]:
     """Names of the rewards that gdpo compares besides the score; empty for other estimators."""
-    return [key for key in algorithm.gdpo_reward_keys if key != "score"] if algorithm.adv_estimator == "gdpo" else []
+    read = "gdpo_reward_keys" in algorithm.estimator.reads
+    return [key for key in algorithm.gdpo_reward_keys if read and key != "score"]
 
 
 def extra_numbers(scores: Scores, name: str) -> Tensor:

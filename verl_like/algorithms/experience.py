@@ -32,7 +32,6 @@ from verl_like.algorithms.reward_shaping import (
 from verl_like.algorithms.stepwise import check_numbering
 from verl_like.batch import Episodes, Evaluated, Experience, Rollouts, Scores
 from verl_like.config import ActorConfig, AlgorithmConfig
-from verl_like.config.enums import STEP_ESTIMATORS
 from verl_like.flat_columns import last_true, on_rows, row_sums
 
 logger = logging.getLogger(__name__)
@@ -197,7 +196,7 @@ def check_inputs(
     episodes = Episodes.of(rollouts)
     if not torch.equal(episodes.of_rows(episodes.once(scores.score_B)), scores.score_B):
         raise ValueError("rows of one episode have different scores: each must have the episode's")
-    if algorithm.adv_estimator in STEP_ESTIMATORS:
+    if algorithm.estimator.turns:
         check_numbering(algorithm.adv_estimator, rollouts)
     if algorithm.use_kl_in_reward and evaluated.old_log_probs_T is None:
         raise ValueError(

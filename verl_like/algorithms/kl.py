@@ -18,36 +18,29 @@ from torch import Tensor
 from verl_like.algorithms.masked import masked_fill_zero
 from verl_like.algorithms.registry import Registry
 from verl_like.config import KLControlConfig, KLControlType
-from verl_like.config.enums import KL_MENU
+from verl_like.config.menus import KL_KINDS, KL_MENU
 from verl_like.flat_columns import row_sums
 
 FULL_KL_KIND = "full"
 EXPONENT_LIMIT = 20.0  # exp(20) = 4.9e8: nothing above it carries information, and nothing overflows
 K3_LIMIT = 10.0
 
-KL_ESTIMATORS: Registry[Callable[[Tensor], Tensor]] = Registry(KL_MENU, arguments=("difference",))
-register_kl = KL_ESTIMATORS.register
 
-
-@KL_ESTIMATORS.register("kl", "k1")
 def k1(difference: Tensor) -> Tensor:
     """d: unbiased, may be negative."""
     return difference
 
 
-@KL_ESTIMATORS.register("abs")
 def absolute(difference: Tensor) -> Tensor:
     """|d|."""
     return difference.abs()
 
 
-@KL_ESTIMATORS.register("mse", "k2")
 def k2(difference: Tensor) -> Tensor:
     """d^2 / 2: biased value, right gradient when used as a loss."""
     return 0.5 * difference**2
 
 
-@KL_ESTIMATORS.register("low_var_kl", "k3")
 def k3(difference: Tensor) -> Tensor:
     """exp(-d) + d - 1, with d clamped to +-20 and the result to +-10: unbiased, never negative."""
     reverse = (-difference).clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT)
@@ -64,10 +57,13 @@ def straight_through(base: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Ten
     return estimate
 
 
-KL_ESTIMATORS.register("kl+", "k1+")(straight_through(k1))
-KL_ESTIMATORS.register("abs+")(straight_through(absolute))
-KL_ESTIMATORS.register("mse+", "k2+")(straight_through(k2))
-KL_ESTIMATORS.register("low_var_kl+", "k3+")(straight_through(k3))
+KL_ESTIMATORS: Registry[Callable[[Tensor], Tensor]] = Registry(
+    KL_MENU,
+    KL_KINDS,
+    arguments=("difference",),
+    of_row=lambda row, function: function(KL_ESTIMATORS.lookup(row.name[:-1])) if row.name.endswith("+") else function,
+)
+register_kl = KL_ESTIMATORS.register
 
 
 def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:

@@ -20,7 +20,7 @@ from verl_like.algorithms.policy_losses import POLICY_LOSSES, PolicyBatch, Token
 from verl_like.batch import Denominators, Experience, Metric
 from verl_like.config import ActorConfig, CriticConfig, RolloutCorrectionConfig
 from verl_like.config.correction import corrects
-from verl_like.config.enums import DEFAULT_AGGREGATION
+from verl_like.config.menus import DEFAULT_AGGREGATION
 from verl_like.flat_columns import row_sums
 
 

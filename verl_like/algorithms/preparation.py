@@ -98,11 +98,11 @@ def select_tokens(rows: Experience, actor: ActorConfig, seed: Seed) -> Tensor | 
 
     The same rows in the same order with the same seed give the same tokens.
     """
-    select = {"clip_cov": _clip_cov, "kl_cov": _kl_cov}.get(actor.policy_loss.loss_mode)
-    if select is None:
+    loss = actor.policy_loss.loss
+    if not loss.selects:
         return None
     mask_T = rows.response_mask_T
-    chosen = select(token_covariance(rows)[mask_T], actor, seed)
+    chosen = loss.load(loss.selects)(token_covariance(rows)[mask_T], actor, seed)
     selected_T = torch.zeros_like(mask_T)
     selected_T[mask_T.nonzero().flatten()[chosen]] = True
     return selected_T
@@ -119,7 +119,7 @@ def token_covariance(rows: Experience) -> Tensor:
     return masked_fill_zero(product_T, mask_T)
 
 
-def _clip_cov(covariance_N: Tensor, actor: ActorConfig, seed: Seed) -> Tensor:
+def clip_cov(covariance_N: Tensor, actor: ActorConfig, seed: Seed) -> Tensor:
     """clip_cov_ratio of all tokens, drawn from those with clip_cov_lb < covariance < clip_cov_ub."""
     options = actor.policy_loss
     inside = (covariance_N > options.clip_cov_lb) & (covariance_N < options.clip_cov_ub)
@@ -130,7 +130,7 @@ def _clip_cov(covariance_N: Tensor, actor: ActorConfig, seed: Seed) -> Tensor:
     return candidates[order[: _quota(options.clip_cov_ratio, len(covariance_N))]]
 
 
-def _kl_cov(covariance_N: Tensor, actor: ActorConfig, seed: Seed) -> Tensor:
+def kl_cov(covariance_N: Tensor, actor: ActorConfig, seed: Seed) -> Tensor:
     """The kl_cov_ratio of all tokens with the largest covariance; among equals the first."""
     order = torch.argsort(covariance_N, descending=True, stable=True)
     return order[: _quota(actor.policy_loss.kl_cov_ratio, len(covariance_N))]

@@ -3,43 +3,56 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
+from verl_like.config.menus import Choice
 from verl_like.user_code import check_call, is_reference, load, note_registered
 
 T = TypeVar("T")
+R = TypeVar("R", bound=Choice)
 
 
 class Registry(Generic[T]):
     """Names of one menu -> entries. `config_key` is the key that a user sets to choose from it.
 
-    A reference to code (`file.py:name`) is an entry too. It must take the positional `arguments`; `entry_of` makes it
-    an entry where the menu holds more than plain functions.
+    Those built in have a row in config/menus.txt, and are imported when they are first looked up; others register. A
+    reference to code (`file.py:name`) is an entry too: it must take the positional `arguments`.
+
+    Args:
+        rows: the menu's.
+        of_row: makes an entry of a row and its function. None: the function.
+        entry_of: makes an entry of users' own code.
 
     Example:
-        ADVANTAGES: Registry[AdvantageFunction] = Registry("algorithm.adv_estimator", arguments=("inputs", "algorithm"))
-
-        @ADVANTAGES.register("grpo")
-        def grpo(inputs, algorithm): ...
-
+        ADVANTAGES = Registry("algorithm.adv_estimator", ESTIMATORS, arguments=("inputs", "algorithm"))
         ADVANTAGES.lookup("grpo")
+
+        @ADVANTAGES.register("mine")
+        def mine(inputs, algorithm): ...
     """
 
     def __init__(
-        self, config_key: str, *, arguments: tuple[str, ...] = (), entry_of: Callable[[Any], T] = lambda found: found
+        self,
+        config_key: str,
+        rows: Mapping[str, R] = {},
+        *,
+        arguments: tuple[str, ...] = (),
+        of_row: Callable[[R, Any], T] = lambda row, function: function,
+        entry_of: Callable[[Any], T] = lambda found: found,
     ) -> None:
         self.config_key = config_key
-        self._arguments, self._entry_of = arguments, entry_of
+        self._rows = {name: row for name, row in rows.items() if row.code}
+        self._arguments, self._of_row, self._entry_of = arguments, of_row, entry_of
         self._entries: dict[str, T] = {}
-        self._loaded: dict[str, T] = {}  # by reference: code of users' own
+        self._loaded: dict[str, T] = {}  # by name or reference
 
     def register(self, *names: str) -> Callable[[T], T]:
         """Decorator: make the entry available under each of `names`. A taken name is an error."""
 
         def add(entry: T) -> T:
             for name in names:
-                if name in self._entries:
+                if name in self.names():
                     raise ValueError(f"{self.config_key}: the name {name!r} is registered twice")
                 self._entries[name] = entry
                 note_registered(self.config_key, name)
@@ -54,13 +67,18 @@ class Registry(Generic[T]):
         """
         if name in self._entries:
             return self._entries[name]
-        if self._arguments and is_reference(name):
-            if name not in self._loaded:
+        if name not in self._loaded:
+            if name in self._rows:
+                self._loaded[name] = self._of_row(self._rows[name], self._rows[name].load())
+            elif self._arguments and is_reference(name):
                 self._loaded[name] = self._load(name)
-            return self._loaded[name]
-        close = difflib.get_close_matches(name, self._entries, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"{self.config_key}={str(name)!r} is not known.{hint} Known: {', '.join(self.names())}")
+            else:
+                close = difflib.get_close_matches(name, self.names(), n=1)
+                hint = f" Did you mean {close[0]!r}?" if close else ""
+                raise ValueError(
+                    f"{self.config_key}={str(name)!r} is not known.{hint} Known: {', '.join(self.names())}"
+                )
+        return self._loaded[name]
 
     def _load(self, reference: str) -> T:
         found = load(reference, self.config_key)
@@ -69,4 +87,4 @@ class Registry(Generic[T]):
 
     def names(self) -> list[str]:
         """Names of all entries, sorted."""
-        return sorted(self._entries)
+        return sorted({*self._rows, *self._entries})

@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 
-from verl_like.config.doctor_paths import DATA_FILES
 from verl_like.gc_settings import starting
-from verl_like.models.location import check_locations
 from verl_like.observe.logs import told_in_a_line
 from verl_like.trainer.command_line import add_config_arguments, user_files
 from verl_like.trainer.compose import compose
@@ -24,9 +22,8 @@ def run(arguments: argparse.Namespace) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", force=True)
     with told_in_a_line("the plan"):
         config = compose(arguments.overrides, user_files(arguments))
-        check_locations(config, *DATA_FILES)
     from verl_like.trainer.costs import NO_ROOM
-    from verl_like.trainer.dry_run import dry_run  # after the cheap checks: it brings torch
+    from verl_like.trainer.dry_run import dry_run  # after the keys: it brings torch
 
     with told_in_a_line("the plan"):
         rows = dry_run(config)

@@ -1,33 +1,15 @@
 """Typed configuration. Each default lives in its dataclass; see docs/configuration.md for every key."""
 
-from verl_like.config.actor import ActorConfig, PolicyLossConfig, RefConfig, SampleWeightConfig, ToprConfig
-from verl_like.config.algorithm import AlgorithmConfig, FilterGroupsConfig, GiGPOConfig, KLControlConfig
+from verl_like.config.actor import ActorConfig, OldLogProbs, PolicyLossConfig, RefConfig, SampleWeightConfig, ToprConfig
+from verl_like.config.algorithm import AlgorithmConfig, FilterGroupsConfig, GiGPOConfig, KLControlConfig, KLControlType
 from verl_like.config.base import ConfigNode
 from verl_like.config.correction import RolloutCorrectionConfig
 from verl_like.config.critic import CriticConfig
-from verl_like.config.data import CustomClassConfig, DataConfig, SamplerConfig
-from verl_like.config.enums import (
-    AgentNormMethod,
-    Device,
-    FusedBackend,
-    KLControlType,
-    KLKind,
-    Launcher,
-    LoadFormat,
-    OldLogProbs,
-    ResumeMode,
-    ReweightMethod,
-    RolloutName,
-    SpelledTokens,
-    Strategy,
-    TruncatedRows,
-    Truncation,
-    WarmupStyle,
-)
+from verl_like.config.data import CustomClassConfig, DataConfig, SamplerConfig, SpelledTokens, Truncation
 from verl_like.config.environments import EnvConfig, EnvGroupsConfig
-from verl_like.config.fsdp import FSDPConfig, WrapPolicyConfig, resolve_dtype
-from verl_like.config.model import CriticModelConfig, FusedKernelConfig, LoraConfig, ModelConfig
-from verl_like.config.optim import OptimConfig
+from verl_like.config.fsdp import FSDPConfig, Strategy, WrapPolicyConfig, resolve_dtype
+from verl_like.config.model import CriticModelConfig, FusedBackend, FusedKernelConfig, LoraConfig, ModelConfig
+from verl_like.config.optim import OptimConfig, WarmupStyle
 from verl_like.config.outcomes import OutcomesConfig
 from verl_like.config.ppo import ActorRolloutRefConfig, PPOConfig
 from verl_like.config.profiler import CheckpointConfig, ProfilerConfig
@@ -37,26 +19,31 @@ from verl_like.config.rollout import (
     AgentConfig,
     EngineKwargsConfig,
     GatewayConfig,
+    LoadFormat,
     MultiTurnConfig,
     RolloutConfig,
+    RolloutName,
     ValKwargsConfig,
 )
 from verl_like.config.shaping import (
+    AgentNormMethod,
     AgentRewardNormConfig,
     LengthRewardConfig,
     OverlongBufferConfig,
     PFPPOConfig,
     RewardNormConfig,
     RewardScalingConfig,
+    ReweightMethod,
+    TruncatedRows,
 )
-from verl_like.config.trainer import RayInitConfig, TrainerConfig
+from verl_like.config.trainer import Device, Launcher, RayInitConfig, ResumeMode, TrainerConfig
 
 __all__ = [
     "ActorConfig", "ActorRolloutRefConfig", "AgentConfig", "AgentNormMethod", "AgentRewardNormConfig",
     "AlgorithmConfig", "CheckpointConfig", "ConfigNode", "CriticConfig", "CriticModelConfig", "CustomClassConfig",
     "CustomRewardFunctionConfig", "DataConfig", "Device", "EngineKwargsConfig", "EnvConfig", "EnvGroupsConfig",
     "FSDPConfig", "FilterGroupsConfig", "FusedBackend", "FusedKernelConfig", "GatewayConfig", "GiGPOConfig",
-    "JudgeConfig", "KLControlConfig", "KLControlType", "KLKind", "Launcher", "LengthRewardConfig", "LoadFormat",
+    "JudgeConfig", "KLControlConfig", "KLControlType", "Launcher", "LengthRewardConfig", "LoadFormat",
     "LoraConfig", "ModelConfig", "MultiTurnConfig", "OldLogProbs", "OptimConfig", "OutcomesConfig",
     "OverlongBufferConfig", "PFPPOConfig", "PPOConfig", "PolicyLossConfig", "ProfilerConfig", "RayInitConfig",
     "RefConfig", "ResumeMode", "RewardModelConfig", "RewardNetworkConfig", "RewardNormConfig", "RewardScalingConfig",

@@ -1,12 +1,45 @@
 """`actor_rollout_ref.{actor,ref}.*`: the policy's update and the frozen reference."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 
-from verl_like.config import enums
 from verl_like.config.base import ConfigNode, above, at_least, between, key, on_menu, one_of, require, section
-from verl_like.config.fsdp import FSDPConfig
+from verl_like.config.fsdp import FSDPConfig, Strategy
+from verl_like.config.menus import AGGREGATIONS, KL_KINDS, KL_MENU, LOSSES, Loss
 from verl_like.config.optim import OptimConfig
 from verl_like.config.profiler import CheckpointConfig, ProfilerConfig
+
+_FUSED = "actor_rollout_ref.model.use_fused_kernels is true: it makes no [tokens x vocabulary] tensor"
+
+
+class RatioLevel(StrEnum):
+    """Unit of a probability ratio: a whole row, or each token."""
+
+    seq = "seq"
+    token = "token"
+
+
+class RewardSource(StrEnum):
+    """Quantity that topr takes as the reward of a row."""
+
+    advantage = "advantage"
+    score = "score"
+
+
+class WeightScope(StrEnum):
+    """Over which rows sample weights are computed and normalised."""
+
+    mini_batch = "mini_batch"
+    batch = "batch"
+
+
+class OldLogProbs(StrEnum):
+    """Source of the log-probabilities of the policy before the update."""
+
+    auto = "auto"
+    recompute = "recompute"
+    rollout = "rollout"
+    detach = "detach"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -17,9 +50,9 @@ class ToprConfig(ConfigNode):
     """Weight of rows (or tokens) with a reward of 0 or more."""
     negative_weight: float = key(1.0, at_least(0))
     """Weight of the others, times their ratio cut at 1."""
-    ratio_level: enums.RatioLevel = enums.RatioLevel.seq
+    ratio_level: RatioLevel = RatioLevel.seq
     """seq: one ratio and one sign for the row, as published; token: each token its own."""
-    reward_source: enums.RewardSource = enums.RewardSource.advantage
+    reward_source: RewardSource = RewardSource.advantage
     """advantage: of adv_estimator; score: the row's score as graded, without baseline."""
 
 
@@ -33,7 +66,7 @@ class SampleWeightConfig(ConfigNode):
     """Weight from 1.5 for the shortest response down to 0.5 for the longest."""
     difficulty_key: str = key("difficulty", idle="difficulty is false")
     """Name of the number in a dataset row's extra_info that says how difficult it is."""
-    scope: enums.WeightScope = enums.WeightScope.mini_batch
+    scope: WeightScope = WeightScope.mini_batch
     """Rows over which lengths are compared and weights normalised: mini_batch (one optimizer step) or batch (the whole
     rollout batch)."""
 
@@ -42,9 +75,9 @@ class SampleWeightConfig(ConfigNode):
 class PolicyLossConfig(ConfigNode):
     """`actor.policy_loss.*`."""
 
-    loss_mode: str = key("vanilla", on_menu("actor_rollout_ref.actor.policy_loss.loss_mode", *enums.LOSS_MODES))
-    """Policy loss: vanilla (PPO's clipped one), gspo, gspo_token, luspo, geo_mean, clip_cov, kl_cov, cispo, topr,
-    vespo, dppo_tv, dppo_kl, sapo, dro, kimi, gpg, policy_gradient; or a function of your own, file.py:name."""
+    loss_mode: str = key("vanilla", on_menu("actor_rollout_ref.actor.policy_loss.loss_mode", *LOSSES))
+    """Policy loss ([formulas](algorithms.md#policy-losses-actorpolicy_lossloss_mode)); vanilla is PPO's clipped one. Or
+    a function of your own, file.py:name."""
     clip_cov_ratio: float = key(0.0002, between(0, 1), unit="share of tokens")
     """clip_cov: tokens of a mini-batch whose gradient is detached, at least one; 0: none."""
     clip_cov_lb: float = 1.0
@@ -74,12 +107,17 @@ class PolicyLossConfig(ConfigNode):
         lb, ub = self.clip_cov_lb, self.clip_cov_ub
         require(lb < ub, "clip_cov_lb", lb, f"must be below clip_cov_ub={ub!r}")
 
+    @property
+    def loss(self) -> Loss:
+        """Row of loss_mode: what it reads and needs; of code of the user's own nothing is known."""
+        return LOSSES.get(self.loss_mode) or Loss(name=self.loss_mode)
+
 
 @dataclass(kw_only=True, slots=True)
 class ActorConfig(ConfigNode):
     """`actor_rollout_ref.actor.*`."""
 
-    strategy: enums.Strategy = enums.Strategy.fsdp2
+    strategy: Strategy = Strategy.fsdp2
     """Sharding backend; `fsdp` is another name of fsdp2."""
     ppo_mini_batch_size: int = key(256, at_least(1), unit="prompts")
     """Prompts of one optimizer step (x rollout.n sequences), over all processes."""
@@ -106,9 +144,9 @@ class ActorConfig(ConfigNode):
     """sapo: steepness of the gate where the advantage is positive."""
     tau_neg: float = key(1.05, above(0))
     """sapo: steepness of the gate elsewhere."""
-    loss_agg_mode: str | None = key(None, one_of(*enums.LOSS_AGG_MODES))
-    """How token losses become one number: token-mean, token-sum, seq-mean-token-sum, seq-mean-token-mean,
-    seq-mean-token-sum-norm. Null: token-mean; with gspo and gspo_token as published, seq-mean-token-mean."""
+    loss_agg_mode: str | None = key(None, one_of(*AGGREGATIONS))
+    """How token losses become one number. Null: token-mean; with gspo and gspo_token as published,
+    seq-mean-token-mean."""
     loss_scale_factor: float | None = key(
         None, above(0), unit="tokens", idle="loss_agg_mode is not seq-mean-token-sum-norm"
     )
@@ -119,7 +157,7 @@ class ActorConfig(ConfigNode):
     """Add a KL term against the reference model to the loss."""
     kl_loss_coef: float = key(0.001, at_least(0), idle="use_kl_loss is false")
     """Weight of that KL term."""
-    kl_loss_type: str = key("low_var_kl", on_menu(enums.KL_MENU, *enums.KLKind), idle="use_kl_loss is false")
+    kl_loss_type: str = key("low_var_kl", on_menu(KL_MENU, *KL_KINDS), idle="use_kl_loss is false")
     """Estimator of that KL term: kl (k1), abs, mse (k2), low_var_kl (k3), or full (exact, over the vocabulary); with +
     its value and the gradient of k2; or a function of your own, file.py:name."""
     use_unbiased_kl: bool = key(False, idle="use_kl_loss is false")
@@ -144,16 +182,16 @@ class ActorConfig(ConfigNode):
     """Passes over the rollout batch in each step."""
     shuffle: bool = False
     """Shuffle prompts before cutting mini-batches, by seed and epoch."""
-    old_log_probs: enums.OldLogProbs = enums.OldLogProbs.auto
+    old_log_probs: OldLogProbs = OldLogProbs.auto
     """Log-probs before the update: recompute (a forward pass), rollout (the sampler's), detach (the first forward of
     the update, exact with one update per step), auto (detach with one update per step, else recompute)."""
     policy_loss: PolicyLossConfig = section(PolicyLossConfig)
     """Which policy loss."""
     ulysses_sequence_parallel_size: int = key(1, at_least(1), unit="processes")
     """Processes that share one sequence."""
-    entropy_from_logits_with_chunking: bool = False
+    entropy_from_logits_with_chunking: bool = key(False, idle=f"{_FUSED}, and computes entropy in chunks")
     """Entropy from full logits (model.use_fused_kernels=false) 2,048 tokens at a time."""
-    entropy_checkpointing: bool = False
+    entropy_checkpointing: bool = key(False, idle=f"{_FUSED}, and recomputes it in the backward pass")
     """Entropy from full logits (model.use_fused_kernels=false) again in the backward pass, for which it keeps less."""
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     """What checkpoints hold."""
@@ -172,7 +210,7 @@ class ActorConfig(ConfigNode):
 class RefConfig(ConfigNode):
     """`actor_rollout_ref.ref.*`: the frozen reference, present with use_kl_loss or use_kl_in_reward."""
 
-    strategy: enums.Strategy = enums.Strategy.fsdp2
+    strategy: Strategy = Strategy.fsdp2
     """Sharding backend; follows the actor's."""
     log_prob_micro_batch_size: int | None = key(None, at_least(1), unit="sequences, all processes")
     """Deprecated: divided by the data-parallel size. Use the per_gpu key."""

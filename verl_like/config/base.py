@@ -32,14 +32,16 @@ class Range:
             holds = self.holds(value)
         except TypeError:
             raise ValueError(f"{key}={value!r}: must be {self.words or 'a value of another type'}") from None
-        require(holds, key, value, self.fix(value))
+        if not holds:  # the fix looks for the nearest name: most of the time of a configuration, were it always asked
+            require(False, key, value, self.fix(value))
 
 
-def key(default: T, *ranges: Range, unit: str = "", idle: str = "") -> T:
+def key(default: T, *ranges: Range, unit: str = "", idle: str | tuple[str, ...] = ()) -> T:
     """Declare a key of a section; the string behind the declaration says what the key means.
 
     ranges: the values it may have. unit: what it counts.
-    idle: when it can have no effect, as "KEY is STATE" (schema.idle_while), KEY beside it or a whole one.
+    idle: when it can have no effect, as "KEY is STATE: why" (rule.py has the states), KEY beside it or a whole one.
+    Of several such texts the first that holds is said.
     """
     told = {"ranges": ranges, "unit": unit, "idle": idle}
     if isinstance(default, list | dict):
@@ -47,7 +49,7 @@ def key(default: T, *ranges: Range, unit: str = "", idle: str = "") -> T:
     return field(default=default, metadata=told)
 
 
-def section(kind: Callable[[], T], idle: str = "") -> T:
+def section(kind: Callable[[], T], idle: str | tuple[str, ...] = ()) -> T:
     """Declare a section below another. idle: when nothing in it can have an effect, as of `key`."""
     return field(default_factory=kind, metadata={"idle": idle})
 

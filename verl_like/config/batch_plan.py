@@ -11,14 +11,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from verl_like.config.actor import ActorConfig
+from verl_like.config.actor import ActorConfig, OldLogProbs
 from verl_like.config.algorithm import AlgorithmConfig
-from verl_like.config.correction import RolloutCorrectionConfig, rejects
-from verl_like.config.enums import OPTIMAL_BASELINE_ESTIMATORS, OldLogProbs
+from verl_like.config.correction import RolloutCorrectionConfig, corrects, rejects
 from verl_like.config.errors import raise_if_any
-from verl_like.config.loss_knobs import SELECTING_LOSSES
 from verl_like.config.micro_batches import MicroBatchRule
-from verl_like.config.placement import idle_placement, impossible_placement, pools_of
+from verl_like.config.placement import idle_placement, pools_of
 from verl_like.config.pools import Pool
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.roles import (
@@ -32,6 +30,7 @@ from verl_like.config.roles import (
     compares_policies,
     roles_of,
 )
+from verl_like.config.rule import impossible
 
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -94,8 +93,8 @@ class BatchPlan:
         filtering; None leaves the lengths open unless trainer.total_training_steps is set.
         Raises ConfigError listing every size that does not fit.
         """
-        problems = list(impossible_placement(config))
-        raise_if_any(problems)
+        raise_if_any(impossible(config, "placement"))
+        problems: list[str] = []
         rollout, prompts = config.actor_rollout_ref.rollout, config.data.train_batch_size
         pools, configs = pools_of(config, world_size), roles_of(config)
         roles = {role.name: _role_plan(problems, config, role, pools) for role in configs.values()}
@@ -363,12 +362,19 @@ def _draw(problems: list[str], config: PPOConfig, num_train_prompts: int | None)
 
 def needs_sum_pi_squared(algorithm: AlgorithmConfig) -> bool:
     """The pass of old log-probs also gives each token's sum of squared probabilities."""
-    return algorithm.adv_estimator in OPTIMAL_BASELINE_ESTIMATORS
+    return algorithm.estimator.sum_pi_squared
 
 
 def two_policies(actor: ActorConfig, correction: RolloutCorrectionConfig) -> bool:
     """Return True where the policy loss compares with the rollout engine's policy, not the trainer's old one."""
     return correction.bypass_mode or actor.old_log_probs == OldLogProbs.rollout
+
+
+def uncorrected(config: PPOConfig) -> bool:
+    """Return True where responses of older policies would be trained as if the present one had sampled them."""
+    correction = config.algorithm.rollout_correction
+    corrected = corrects(correction) or two_policies(config.actor_rollout_ref.actor, correction)
+    return config.asynchronous and not corrected
 
 
 def uses_sampler_log_probs(actor: ActorConfig, correction: RolloutCorrectionConfig) -> bool:
@@ -419,9 +425,9 @@ def _driver_needs(config: PPOConfig) -> str | None:
         return f"trainer.mode={config.trainer.mode}"
     if algorithm.use_kl_in_reward:
         return "algorithm.use_kl_in_reward=True"
-    loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
-    if loss in SELECTING_LOSSES:
-        return f"{_ACTOR}.policy_loss.loss_mode={loss}, which selects tokens by them before the update,"
+    loss = config.actor_rollout_ref.actor.policy_loss.loss
+    if loss.selects:
+        return f"{_ACTOR}.policy_loss.loss_mode={loss.name}, which selects tokens by them before the update,"
     if needs_sum_pi_squared(algorithm):
         return f"algorithm.adv_estimator={algorithm.adv_estimator}"
     if rejects(correction):  # rejected tokens leave the denominators, which are counted before any backward pass

@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 
 from verl_like.config.actor import not_both
 from verl_like.config.base import ConfigNode, above, at_least, key, one_of, section
-from verl_like.config.enums import LOSS_AGG_MODES, Strategy
+from verl_like.config.fsdp import Strategy
+from verl_like.config.menus import AGGREGATIONS
 from verl_like.config.model import CriticModelConfig
 from verl_like.config.optim import OptimConfig
 from verl_like.config.profiler import CheckpointConfig, ProfilerConfig
@@ -48,7 +49,7 @@ class CriticConfig(ConfigNode):
     """Largest gradient norm; larger gradients are scaled down."""
     cliprange_value: float = key(0.5, above(0))
     """Clip range of the value around the old value."""
-    loss_agg_mode: str | None = key(None, one_of(*LOSS_AGG_MODES))
+    loss_agg_mode: str | None = key(None, one_of(*AGGREGATIONS))
     """How token losses become one number; follows the actor's. Null: token-mean."""
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     """What checkpoints hold."""

@@ -1,15 +1,35 @@
 """`data.*`: which prompts, how they are tokenised and drawn."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from verl_like.config.base import ConfigNode, above, at_least, key, minus_one_or_positive, require, section, such_that
-from verl_like.config.enums import CHAT_TEMPLATES, SpelledTokens, Truncation
 
+CHAT_TEMPLATES = ("native", "none", "chatml", "qwen2_5", "llama3", "gemma", "r1_zero")
 _TEMPLATE = such_that(
     lambda name: name in CHAT_TEMPLATES or "/" in name or "." in name,
     f"choose one of {', '.join(CHAT_TEMPLATES)}, or give the path of a Jinja file",
 )
+
+_DRAWN = "sampler.class_path is set: it draws the prompts"
+
+
+class Truncation(StrEnum):
+    """Treatment of a prompt longer than data.max_prompt_length."""
+
+    error = "error"
+    left = "left"
+    right = "right"
+    middle = "middle"
+
+
+class SpelledTokens(StrEnum):
+    """Treatment of special tokens that somebody else's text spells out."""
+
+    text = "text"
+    keep = "keep"
+    error = "error"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -19,9 +39,9 @@ class CustomClassConfig(ConfigNode):
     path: str | None = None
     """Python file that holds the class, or pkg://module, or with the class's name file.py:Name. Null: the built-in
     one."""
-    name: str | None = None
+    name: str | None = key(None, idle="path is null")
     """Name of the class in that file."""
-    kwargs: dict[str, Any] = key({})
+    kwargs: dict[str, Any] = key({}, idle="path is null")
     """Further keyword arguments of its constructor."""
 
 
@@ -74,7 +94,7 @@ class DataConfig(ConfigNode):
     """Column that selects the reward function of a row."""
     default_data_source: str = "unknown"
     """Data source of the rows of files without the column reward_fn_key."""
-    domain_weights: dict[str, float] = key({})
+    domain_weights: dict[str, float] = key({}, idle=_DRAWN)
     """Data source -> weight: the share of each source in every training batch, whatever the size of its files. Empty:
     all rows alike."""
     prompt_id_key: str | None = None
@@ -87,7 +107,15 @@ class DataConfig(ConfigNode):
     """Longest response."""
     train_batch_size: int = key(1024, at_least(1), unit="prompts")
     """Prompts of one training step; each is answered rollout.n times."""
-    gen_batch_size: int | None = key(None, at_least(1), unit="prompts")
+    gen_batch_size: int | None = key(
+        None,
+        at_least(1),
+        unit="prompts",
+        idle=(
+            "algorithm.filter_groups.enable is false: only dynamic sampling draws more than once a step",
+            "algorithm.filter_groups.resample is false: prompts are drawn once a step",
+        ),
+    )
     """Prompts of one draw of dynamic sampling (algorithm.filter_groups). Null: train_batch_size."""
     val_batch_size: int | None = key(None, at_least(1), unit="prompts")
     """Validation rows generated at a time. Null: all at once."""
@@ -97,7 +125,7 @@ class DataConfig(ConfigNode):
     """Give the reward function the chat messages: extra_info["raw_prompt"]."""
     return_full_prompt: bool = False
     """Give the reward function the prompt's text with the chat template: extra_info["full_prompts"]."""
-    shuffle: bool = True
+    shuffle: bool = key(True, idle=_DRAWN)
     """Draw training prompts in a random order, a new one each epoch."""
     seed: int | None = key(None, at_least(0), idle="shuffle is false")
     """Seed of the sampler. Null: trainer.seed."""

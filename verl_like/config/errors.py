@@ -1,7 +1,7 @@
 """One error for all problems found, so that a user fixes a command line once."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,28 @@ class RunStopped(RuntimeError):
     """The run cannot go on for a reason that its user can act on: the message says all, a traceback adds nothing."""
 
 
-def raise_if_any(problems: Sequence[str]) -> None:
-    """Raise ConfigError unless the list is empty."""
-    if problems:
-        raise ConfigError(problems)
+def raise_if_any(problems: Iterable[str]) -> None:
+    """Raise ConfigError with these problems, each once, unless there are none.
+
+    What several checks find is told in the words of the first; a later one may have put a section before its key.
+    """
+    found: list[str] = []
+    for problem in problems:
+        if not any(told and problem.endswith(told) for told in found):
+            found.append(problem)
+    if found:
+        raise ConfigError(found)
+
+
+def problems_of(*checks: Callable[[], object], prefix: str = "") -> Iterator[str]:
+    """Yield what each of these checks finds wrong: what it yields, and its ValueError or OSError, which ends it alone.
+
+    prefix: of each problem. What a check returns, where that is no iterator of problems, is not looked at.
+    """
+    for check in checks:
+        try:
+            if isinstance(found := check(), Iterator):
+                yield from (f"{prefix}{text}" for text in found)
+        except (ValueError, OSError) as error:
+            logger.debug("the run's inputs are refused", exc_info=True)
+            yield from (f"{prefix}{text}" for text in getattr(error, "problems", [str(error)]))

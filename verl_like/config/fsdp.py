@@ -1,9 +1,21 @@
 """`*.fsdp_config.*`: sharding, offload and precision."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from verl_like.config.base import ConfigNode, at_least, key, minus_one_or_positive, one_of, section
-from verl_like.config.enums import DTYPES
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+class Strategy(StrEnum):
+    """Framework that shards a model for training."""
+
+    fsdp2 = "fsdp2"
+    megatron = "megatron"
+
+
+ON_HOST = "trainer.device is cpu: everything is in host memory"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -12,7 +24,9 @@ class WrapPolicyConfig(ConfigNode):
 
     transformer_layer_cls_to_wrap: list[str] | None = None
     """Class names of the modules sharded as one unit. Null: the model's decoder layers."""
-    min_num_params: int = key(0, at_least(0), unit="parameters")
+    min_num_params: int = key(
+        0, at_least(0), unit="parameters", idle="transformer_layer_cls_to_wrap is not empty: it names the modules"
+    )
     """Shard every module of at least this size instead of decoder layers; 0: decoder layers."""
 
 
@@ -32,13 +46,13 @@ class FSDPConfig(ConfigNode):
 
     wrap_policy: WrapPolicyConfig = section(WrapPolicyConfig)
     """Which modules are sharded as one unit."""
-    param_offload: bool = False
+    param_offload: bool = key(False, idle=ON_HOST)
     """Keep parameters in CPU memory between uses."""
     grad_offload: bool = False
     """Keep gradients in CPU memory between updates (first release of verl)."""
-    optimizer_offload: bool = False
+    optimizer_offload: bool = key(False, idle=ON_HOST)
     """Keep optimizer states in CPU memory between updates."""
-    offload_policy: bool = False
+    offload_policy: bool = key(False, idle=ON_HOST)
     """FSDP2: keep parameters, gradients and optimizer in CPU memory also while training."""
     reshard_after_forward: bool = True
     """Free the gathered parameters after the forward pass and gather them again for the backward; False: keep them for

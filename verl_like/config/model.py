@@ -1,11 +1,34 @@
 """`actor_rollout_ref.model.*` and `critic.model.*`: the network."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from verl_like.config.base import ConfigNode, above, at_least, check_pattern, key, require, section
-from verl_like.config.enums import Experts, FusedBackend, Recompute
-from verl_like.config.fsdp import FSDPConfig
+from verl_like.config.fsdp import ON_HOST, FSDPConfig
+
+
+class Recompute(StrEnum):
+    """Activations that gradient checkpointing computes again: all of a layer's, or all but its matrix products."""
+
+    full = "full"
+    selective = "selective"
+
+
+class Experts(StrEnum):
+    """Computation of a mixture's experts in transformers: its own choice, one by one, or in grouped products."""
+
+    auto = "auto"
+    eager = "eager"
+    grouped_mm = "grouped_mm"
+    batched_mm = "batched_mm"
+
+
+class FusedBackend(StrEnum):
+    """Implementation of the fused log-prob and entropy function."""
+
+    torch = "torch"
+    triton = "triton"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -20,7 +43,7 @@ class FusedKernelConfig(ConfigNode):
 class LoraConfig(ConfigNode):
     """`model.lora.*`."""
 
-    merge: bool = True
+    merge: bool = key(True, idle="actor_rollout_ref.model.lora_rank is 0")
     """Weight sync with LoRA: add the adapters into the weights before they are sent. False: base weights are sent once,
     then the adapters alone, which the rollout engine keeps apart."""
 
@@ -46,7 +69,7 @@ class ModelConfig(ConfigNode):
     recompute_granularity: Recompute = key(Recompute.full, idle="enable_gradient_checkpointing is false")
     """With gradient checkpointing: full (recompute whole layers), or selective (keep the results of matrix products
     and attention, recompute the cheap rest)."""
-    enable_activation_offload: bool = False
+    enable_activation_offload: bool = key(False, idle=ON_HOST)
     """CUDA: keep what the backward pass needs (with gradient checkpointing the inputs of layers) in CPU memory."""
     use_remove_padding: bool = True
     """Pack sequences without padding. False: the padded reference path."""

@@ -2,9 +2,24 @@
 however many optimizer steps each one makes."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from verl_like.config.base import ConfigNode, above, at_least, between, key, minus_one_or_positive, such_that
-from verl_like.config.enums import OptimizerName, WarmupStyle
+
+
+class OptimizerName(StrEnum):
+    """AdamW with float32 states (in the precision of the weights), bfloat16 states, or 8-bit states."""
+
+    adamw = "adamw"
+    adamw_bf16 = "adamw_bf16"
+    adamw_8bit = "adamw_8bit"
+
+
+class WarmupStyle(StrEnum):
+    """Learning-rate schedule after the linear warm-up."""
+
+    constant = "constant"
+    cosine = "cosine"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -18,7 +33,9 @@ class OptimConfig(ConfigNode):
     """Peak learning rate."""
     lr_warmup_steps: int = key(-1, at_least(-1), unit="training steps")
     """Length of the linear warm-up; negative: lr_warmup_steps_ratio decides."""
-    lr_warmup_steps_ratio: float = key(0.0, between(0, 1), unit="share of all training steps")
+    lr_warmup_steps_ratio: float = key(
+        0.0, between(0, 1), unit="share of all training steps", idle="lr_warmup_steps is 0 or more"
+    )
     """Length of the warm-up when lr_warmup_steps is negative."""
     total_training_steps: int = key(-1, minus_one_or_positive(), unit="training steps")
     """Length of the schedule; -1: the whole run."""

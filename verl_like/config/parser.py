@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from verl_like.config.aliases import renamed
-from verl_like.config.foreign_names import foreign_hint
+from verl_like.config.names import foreign_hint
 from verl_like.config.schema import NO_HOME, find_key, without_home
+from verl_like.config.spellings import renamed
 
 _PLACES = ("base", "chat_template", "config_name", "config_path", "json", "out", "samples", "source")  # of options
 

@@ -7,15 +7,19 @@ reward_model.enable_resource_pool are its short forms for the rollout engine and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from verl_like.config.pools import MAIN_POOL, Pool, named_pools
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.roles import ACTOR, REF, REWARD, ROLLOUT, compares_policies, every_role, hosted_roles, roles_of
-from verl_like.config.schema import Idle
+from verl_like.config.rule import Findings, idle, rule
 
 _ROLLOUT_KEYS = "actor_rollout_ref.rollout"
+_SIZES = (
+    *(f"{_ROLLOUT_KEYS}.nnodes", f"{_ROLLOUT_KEYS}.n_gpus_per_node"),
+    *("reward_model.nnodes", "reward_model.n_gpus_per_node"),
+)
+_LORA_OR_KL = ("actor_rollout_ref.model.lora_rank", "algorithm.kl_penalty", "actor_rollout_ref.actor.kl_loss_type")
 
 
 def pools_of(config: PPOConfig, world_size: int) -> tuple[Pool, ...]:
@@ -31,53 +35,6 @@ def pools_of(config: PPOConfig, world_size: int) -> tuple[Pool, ...]:
         keys=("trainer.nnodes", "trainer.n_gpus_per_node"),
     )
     return (main, *(replace(pool, roles=tuple(role for role in present if role in pool.roles)) for pool in others))
-
-
-def impossible_placement(config: PPOConfig) -> Iterator[str]:
-    """Settings whose placement of roles cannot work: keys, values, fix."""
-    others, movable = _others(config), [*(role for role in every_role(config) if role != ACTOR), ROLLOUT]
-    for pool in named_pools(config.trainer.placement):
-        for role in pool.roles:
-            if role not in movable and (pool.name, role) != (MAIN_POOL, ACTOR):
-                yield (
-                    f"trainer.placement: {role} in the pool {pool.name}: choose among {', '.join(movable)}; the actor "
-                    f"stays in the pool {MAIN_POOL}"
-                )
-    for pool in others:
-        if pool.world_size < 1:
-            yield f"{pool.size_text}: the pool of {', '.join(pool.roles)} needs both sizes above 0"
-    if others and config.trainer.launcher == "local":
-        yield (
-            f"trainer.launcher=local with pools of their own for {', '.join(r for p in others for r in p.roles)}: "
-            "there is one process; set trainer.launcher=ray, or leave trainer.placement, hybrid_engine=false and "
-            "reward_model.enable_resource_pool out"
-        )
-    names = [pool.name for pool in others]
-    for name in dict.fromkeys(names):
-        if names.count(name) > 1:
-            yield (
-                f"trainer.placement.{name}: another pool has this name already (hybrid_engine=false names one rollout, "
-                "reward_model.enable_resource_pool one reward); choose another"
-            )
-    counts: dict[str, list[str]] = {}
-    for pool in (*(pool for pool in named_pools(config.trainer.placement) if pool.name == MAIN_POOL), *others):
-        for role in pool.roles:
-            counts.setdefault(role, []).append(pool.name)
-    for role, names in counts.items():
-        if len(names) > 1:
-            yield (
-                f"{role} is in the pools {', '.join(names)}: name it in one of trainer.placement, and leave "
-                "hybrid_engine=false (rollout) and reward_model.enable_resource_pool (reward) out where a pool names "
-                "the role"
-            )
-    if is_apart(config, REF) and REF in roles_of(config):
-        why = ""
-        if config.actor_rollout_ref.model.lora_rank > 0:
-            why = f"with actor_rollout_ref.model.lora_rank={config.actor_rollout_ref.model.lora_rank} it is the actor"
-        elif compares_policies(config):
-            why = "for the exact KL (kl_penalty or kl_loss_type=full) it reads the rows together with the actor"
-        if why:
-            yield f"trainer.placement puts ref into {counts[REF][0]}, but {why}; leave it in the main pool"
 
 
 def has_further_pools(config: PPOConfig) -> bool:
@@ -100,13 +57,10 @@ def _others(config: PPOConfig) -> list[Pool]:
     pools, rollout, reward = _named(config), config.actor_rollout_ref.rollout, config.reward_model
     if _rollout_has_own_keys(config):
         sizes = {"nnodes": rollout.nnodes, "ranks_per_node": rollout.n_gpus_per_node}
-        keys = (f"{_ROLLOUT_KEYS}.nnodes", f"{_ROLLOUT_KEYS}.n_gpus_per_node")
-        pools.append(Pool(name=ROLLOUT, roles=(ROLLOUT,), **sizes, keys=keys))
+        pools.append(Pool(name=ROLLOUT, roles=(ROLLOUT,), **sizes, keys=_SIZES[:2]))
     if reward.enable and reward.enable_resource_pool:
         sizes = {"nnodes": reward.nnodes, "ranks_per_node": reward.n_gpus_per_node}
-        pools.append(
-            Pool(name=REWARD, roles=(REWARD,), **sizes, keys=("reward_model.nnodes", "reward_model.n_gpus_per_node"))
-        )
+        pools.append(Pool(name=REWARD, roles=(REWARD,), **sizes, keys=_SIZES[2:]))
     return pools
 
 
@@ -132,20 +86,74 @@ def samples_alone(config: PPOConfig) -> bool:
     return any(pool.roles == (ROLLOUT,) for pool in _others(config))
 
 
-PLACEMENT_IDLE: tuple[Idle, ...] = (
-    Idle(
-        (f"{_ROLLOUT_KEYS}.nnodes", f"{_ROLLOUT_KEYS}.n_gpus_per_node"),
-        lambda c: not _rollout_has_own_keys(c),
-        "the rollout engine is in the actor's processes (hybrid_engine), or in a pool of trainer.placement",
-    ),
-    Idle(
-        (f"{_ROLLOUT_KEYS}.free_cache_engine", f"{_ROLLOUT_KEYS}.sleep_level"),
-        samples_alone,
-        "the rollout engine has its processes for itself",
-    ),
-    Idle(
-        (f"{_ROLLOUT_KEYS}.update_weights_bucket_megabytes",),
-        lambda c: not any(ROLLOUT in pool.roles for pool in _others(c)),
-        "trainer and rollout engine share memory: tensors go one by one",
-    ),
+POOL_KEYS = ("trainer.placement", "actor_rollout_ref.hybrid_engine", "reward_model.enable_resource_pool")
+
+
+def pools_by(config: PPOConfig) -> list[str]:
+    """The keys that ask for pools beside the main one."""
+    asks = (
+        config.trainer.placement,
+        not config.actor_rollout_ref.hybrid_engine,
+        config.reward_model.enable_resource_pool,
+    )
+    return [key for key, asked in zip(POOL_KEYS, asks, strict=True) if asked]
+
+
+@rule(*POOL_KEYS, *_SIZES)
+def roles_have_one_pool(config: PPOConfig) -> Findings:
+    """A pool has a name and processes, and a role is in one of them; the actor stays in the main pool."""
+    named, others = named_pools(config.trainer.placement), _others(config)
+    movable = [*(role for role in every_role(config) if role != ACTOR), ROLLOUT]
+    for name, role in ((pool.name, role) for pool in named for role in pool.roles):
+        if role not in movable and (name, role) != (MAIN_POOL, ACTOR):
+            fix = f"choose among {', '.join(movable)}; the actor stays in the pool {MAIN_POOL}"
+            yield ("trainer.placement",), f"{role} in the pool {name}: {fix}"
+    for pool in (pool for pool in others if pool.world_size < 1):
+        yield pool.keys, f"the pool of {', '.join(pool.roles)} needs both sizes above 0"
+    pools = [*(pool for pool in named if pool.name == MAIN_POOL), *others]
+    names = [pool.name for pool in pools]
+    for name in dict.fromkeys(name for name in names if names.count(name) > 1):
+        short = "hybrid_engine=false names one rollout, enable_resource_pool one reward"
+        yield pools_by(config), f"another pool has the name {name} already ({short}); choose another"
+    for role in dict.fromkeys(role for pool in pools for role in pool.roles):
+        if len(names := [pool.name for pool in pools if role in pool.roles]) > 1:
+            short = "hybrid_engine=false (rollout) and enable_resource_pool (reward) out where a pool names the role"
+            fix = f"name it in one of trainer.placement, and leave {short}"
+            yield pools_by(config), f"{role} is in the pools {', '.join(names)}: {fix}"
+
+
+@rule("trainer.launcher", *POOL_KEYS)
+def pools_need_processes(config: PPOConfig) -> Findings:
+    """trainer.launcher=local has one process, and so no further pool."""
+    if config.trainer.launcher == "local" and (others := _others(config)):
+        why = f"there is one process, and none for a pool of {', '.join(r for pool in others for r in pool.roles)}"
+        return ("trainer.launcher", *pools_by(config)), f"{why}; set trainer.launcher=ray, or leave the others out"
+
+
+@rule("trainer.placement", *_LORA_OR_KL)
+def reference_beside_the_actor(config: PPOConfig) -> Findings:
+    """The reference is in the actor's pool where it is the actor (LoRA), or reads the rows together with it."""
+    if not is_apart(config, REF) or REF not in roles_of(config):
+        return
+    if config.actor_rollout_ref.model.lora_rank > 0:
+        yield ("trainer.placement", _LORA_OR_KL[0]), "with LoRA ref is the actor; leave it in the main pool"
+    elif compares_policies(config):
+        why = "for the exact KL (full) ref reads the rows together with the actor"
+        yield ("trainer.placement", *_LORA_OR_KL[1:]), f"{why}; leave it in the main pool"
+
+
+idle(
+    *_SIZES[:2],
+    when=lambda c: not _rollout_has_own_keys(c),
+    why="the rollout engine is in the actor's processes (hybrid_engine), or in a pool of trainer.placement",
+)
+idle(
+    *(f"{_ROLLOUT_KEYS}.free_cache_engine", "sleep_level"),
+    when=samples_alone,
+    why="the rollout engine has its processes for itself",
+)
+idle(
+    f"{_ROLLOUT_KEYS}.update_weights_bucket_megabytes",
+    when=lambda c: not is_apart(c, ROLLOUT),
+    why="trainer and rollout engine share memory: tensors go one by one",
 )

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from verl_like.config.base import ConfigNode, key, subset_of
-from verl_like.config.enums import CHECKPOINT_CONTENTS
+
+_CONTENTS = subset_of("model", "optimizer", "extra", "hf_model")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -25,9 +26,9 @@ class ProfilerConfig(ConfigNode):
 class CheckpointConfig(ConfigNode):
     """`*.checkpoint.*`."""
 
-    save_contents: list[str] = key(["model", "optimizer", "extra"], subset_of(*CHECKPOINT_CONTENTS))
+    save_contents: list[str] = key(["model", "optimizer", "extra"], _CONTENTS)
     """What a checkpoint holds: model, optimizer, extra (schedule, random state), hf_model (Hugging Face folder)."""
-    load_contents: list[str] = key(["model", "optimizer", "extra"], subset_of(*CHECKPOINT_CONTENTS))
+    load_contents: list[str] = key(["model", "optimizer", "extra"], _CONTENTS)
     """What is loaded on resume."""
     async_save: bool = False
     """Copy weights and optimizer states to host memory and write them while training goes on."""

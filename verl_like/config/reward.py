@@ -5,13 +5,15 @@ from typing import Any
 
 from verl_like.config.actor import not_both
 from verl_like.config.base import ConfigNode, above, at_least, between, key, one_of, reference, section, such_that
-from verl_like.config.enums import REWARD_MANAGERS, Strategy
-from verl_like.config.fsdp import FSDPConfig
+from verl_like.config.fsdp import FSDPConfig, Strategy
 from verl_like.config.profiler import ProfilerConfig
 from verl_like.config.reward_execution import JudgeConfig, SandboxConfig, SandboxFusionConfig
 from verl_like.config.reward_rollout import RewardRolloutConfig
 from verl_like.config.shaping import LengthRewardConfig, OverlongBufferConfig
 from verl_like.user_code import FORMS, is_reference
+
+REWARD_MANAGERS = ("naive", "batch", "prime", "dapo")
+_SHARED = ("enable is false", "enable_resource_pool is false: the reward model runs in the policy's processes")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -63,40 +65,40 @@ class RewardModelConfig(ConfigNode):
 
     enable: bool = False
     """Score with a reward model (`model.path`)."""
-    model_type: str | None = key(None, one_of("discriminative", "generative"))
+    model_type: str | None = key(None, one_of("discriminative", "generative"), idle="enable is false")
     """discriminative: a sequence classifier, which scores in the trainer's processes. generative: it writes text, on a
     server of rollout.name; custom_reward_function asks it, or else judge.* does. Null: generative where there are both
     rollout.name and custom_reward_function.path, as in verl."""
-    rollout: RewardRolloutConfig = section(RewardRolloutConfig)
+    rollout: RewardRolloutConfig = section(RewardRolloutConfig, idle="enable is false")
     """The server of a reward model that writes text."""
-    model_weight: float = key(1.0, unit="reward")
+    model_weight: float = key(1.0, unit="reward", idle="enable is false")
     """Factor of the reward model's score."""
-    rule_weight: float = key(0.0, unit="reward")
+    rule_weight: float = key(0.0, unit="reward", idle="enable is false")
     """Factor of the rule-based reward that is added to it. 0: rules do not grade where a reward model does."""
-    enable_resource_pool: bool = False
+    enable_resource_pool: bool = key(False, idle="enable is false")
     """Give the reward model processes of its own (n_gpus_per_node x nnodes)."""
-    n_gpus_per_node: int = key(0, at_least(0), unit="processes")
+    n_gpus_per_node: int = key(0, at_least(0), unit="processes", idle=_SHARED)
     """Size of that pool per node."""
-    nnodes: int = key(0, at_least(0), unit="nodes")
+    nnodes: int = key(0, at_least(0), unit="nodes", idle=_SHARED)
     """Nodes of that pool."""
-    strategy: Strategy = Strategy.fsdp2
+    strategy: Strategy = key(Strategy.fsdp2, idle="enable is false")
     """Sharding backend."""
-    model: RewardNetworkConfig = section(RewardNetworkConfig)
+    model: RewardNetworkConfig = section(RewardNetworkConfig, idle="enable is false")
     """Reward model."""
-    worker_class: str | None = key(None, reference())
+    worker_class: str | None = key(None, reference(), idle="enable is false")
     """A class of your own, file.py:Name, that scores texts in the worker processes in place of the built-in one. Null:
     the built-in one."""
-    micro_batch_size: int | None = key(None, at_least(1), unit="sequences, all processes")
+    micro_batch_size: int | None = key(None, at_least(1), unit="sequences, all processes", idle="enable is false")
     """Deprecated: divided by the data-parallel size. Use micro_batch_size_per_gpu."""
-    micro_batch_size_per_gpu: int | None = key(None, at_least(1), unit="sequences")
+    micro_batch_size_per_gpu: int | None = key(None, at_least(1), unit="sequences", idle="enable is false")
     """Sequences of one forward. Null: the critic's, where micro-batches are not cut by tokens."""
-    max_length: int | None = key(None, at_least(1), unit="tokens")
+    max_length: int | None = key(None, at_least(1), unit="tokens", idle="enable is false")
     """Texts are cut on the right at this length before they are scored. Null: never."""
-    use_dynamic_bsz: bool | None = None
+    use_dynamic_bsz: bool | None = key(None, idle="enable is false")
     """Cut micro-batches by tokens; follows the critic's. Null: by tokens, unless micro_batch_size_per_gpu is given."""
-    forward_max_token_len_per_gpu: int = key(32768, at_least(1), unit="tokens")
+    forward_max_token_len_per_gpu: int = key(32768, at_least(1), unit="tokens", idle="enable is false")
     """Token budget of one forward; follows the critic's."""
-    ulysses_sequence_parallel_size: int = key(1, at_least(1), unit="processes")
+    ulysses_sequence_parallel_size: int = key(1, at_least(1), unit="processes", idle="enable is false")
     """Processes that share one sequence."""
     reward_manager: str = key(
         "naive",
@@ -127,7 +129,11 @@ class RewardModelConfig(ConfigNode):
     """Graders by data_source: {name or pattern with *: grader}. Comes before `rule`."""
     rule_kwargs: dict[str, Any] = key({})
     """Options of `rule`; under a grader's name, a dictionary with options of that grader."""
-    launch_reward_fn_async: bool = False
+    launch_reward_fn_async: bool = key(
+        False,
+        idle="algorithm.filter_groups.enable is true: it chooses groups by their scores, so grading ends before "
+        "log-probs are computed",
+    )
     """Do not wait for the last rewards before log-probs and values are computed, only before advantages are. Grading
     starts as each response ends either way."""
     sandbox: SandboxConfig = section(SandboxConfig, idle="sandbox_fusion.url is set: programs run there")

@@ -1,10 +1,18 @@
 """`reward_model.sandbox.*`, `reward_model.sandbox_fusion.*`: where programs in responses are run."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from verl_like.config.base import ConfigNode, above, at_least, check_pattern, key, require, such_that
 from verl_like.config.endpoint import WEB_ADDRESS, EndpointConfig
-from verl_like.config.enums import SandboxLevel
+
+
+class SandboxLevel(StrEnum):
+    """Levels at which the sandbox locks up programs, from weakest to strongest."""
+
+    limits = "limits"
+    filtered = "filtered"
+    isolated = "isolated"
 
 
 @dataclass(kw_only=True, slots=True)

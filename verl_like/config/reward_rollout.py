@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from verl_like.config.base import ConfigNode, above, at_least, between, key, one_of, section
 from verl_like.config.engines import SERVERS
-from verl_like.config.enums import DTYPES
+from verl_like.config.fsdp import DTYPES
 from verl_like.config.rollout import EngineKwargsConfig
 
 

@@ -13,7 +13,6 @@ from typing import Literal
 from verl_like.config.actor import ActorConfig
 from verl_like.config.algorithm import AlgorithmConfig
 from verl_like.config.critic import CriticConfig
-from verl_like.config.enums import ADV_ESTIMATORS
 from verl_like.config.fsdp import FSDPConfig
 from verl_like.config.micro_batches import Cut, cuts
 from verl_like.config.model import ModelConfig
@@ -135,7 +134,7 @@ def needs_reference(config: PPOConfig) -> bool:
 
 def needs_critic(critic: CriticConfig, algorithm: AlgorithmConfig) -> bool:
     """critic.enable decides; left open, the advantage estimator does."""
-    return algorithm.adv_estimator == "gae" if critic.enable is None else critic.enable
+    return algorithm.estimator.critic if critic.enable is None else critic.enable
 
 
 def compares_in_driver(config: PPOConfig) -> bool:
@@ -230,8 +229,3 @@ def reward_network(section: RewardModelConfig) -> ModelConfig:
         use_remove_padding=model.use_remove_padding,
         use_shm=model.use_shm,
     )
-
-
-def other_estimator(config: PPOConfig, *estimators: str) -> bool:
-    """Return True where the estimator is built in but none of these; what one of the user's own reads is not known."""
-    return config.algorithm.adv_estimator in ADV_ESTIMATORS and config.algorithm.adv_estimator not in estimators

@@ -1,9 +1,9 @@
 """`actor_rollout_ref.rollout.*`: generation and the weight sync that feeds it."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
-from verl_like.config import enums
 from verl_like.config.actor import not_both
 from verl_like.config.base import (
     ConfigNode,
@@ -21,11 +21,29 @@ from verl_like.config.base import (
 from verl_like.config.data import CustomClassConfig
 from verl_like.config.endpoint import EndpointConfig
 from verl_like.config.engines import ENGINES, EngineKind
+from verl_like.config.fsdp import DTYPES
 from verl_like.config.outcomes import OutcomesConfig
 
 _NO_EMPTY_STOP = such_that(all, "an empty text would end every response; leave it out")
 _NO_EMPTY_WORD = such_that(all, "an empty text rules out everything; leave it out")
 _TOKEN_IDS = such_that(lambda ids: all(i >= 0 for i in ids), "ids are 0 or more")
+
+
+class RolloutName(StrEnum):
+    """Engine that generates."""
+
+    vllm = "vllm"
+    sglang = "sglang"
+    hf = "hf"
+    recorded = "recorded"
+    openai = "openai"
+
+
+class LoadFormat(StrEnum):
+    """Route of trained weights to the rollout engine: tensor by tensor, or the full state dict first."""
+
+    dummy_dtensor = "dummy_dtensor"
+    dummy_hf = "dummy_hf"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -175,7 +193,7 @@ class AdditionalPromptsConfig(ConfigNode):
     run does not resume bit for bit."""
     max: int = key(16, at_least(1), unit="prompts", idle="enable is false")
     """Prompts in flight beyond data.train_batch_size."""
-    aborted: str = key("drop", one_of(*enums.ABORTED_PROMPTS), idle="enable is false")
+    aborted: str = key("drop", one_of("wait", "drop"), idle="enable is false")
     """What becomes of aborted prompts. drop: they are not trained on in this epoch (ROLL). wait: they come first in the
     next step, which waits for them; none is lost, and hardly any time is won."""
 
@@ -184,7 +202,7 @@ class AdditionalPromptsConfig(ConfigNode):
 class SchedulerConfig(ConfigNode):
     """`rollout.scheduler.*`: which requests run where and when (ROLL's scheduler)."""
 
-    mode: str = key("request", one_of(*enums.SCHEDULER_MODES))
+    mode: str = key("request", one_of("request", "batch"))
     """request: each response is graded as it ends, and dynamic sampling starts another prompt for each group without a
     signal. batch: responses are graded when all have ended, and dynamic sampling works in whole draws."""
     max_running_requests: int | None = key(None, at_least(1), unit="requests")
@@ -201,7 +219,7 @@ class SchedulerConfig(ConfigNode):
 class RolloutConfig(ConfigNode):
     """`actor_rollout_ref.rollout.*`."""
 
-    name: enums.RolloutName = enums.RolloutName.vllm
+    name: RolloutName = RolloutName.vllm
     """Engine: vllm, hf (transformers) or sglang; recorded: none, all steps come from skip_dump_dir; openai: a model
     behind rollout.openai.url, for `verl-like eval` alone."""
     server: bool = False
@@ -212,11 +230,13 @@ class RolloutConfig(ConfigNode):
     there."""
     skip_dump_dir: str | None = None
     """Folder of recorded steps, as trainer.record_freq writes them. Null: <log_dir>/recorded."""
-    mode: str = key("sync", one_of(*enums.ROLLOUT_MODES))
+    mode: str = key("sync", one_of("sync", "async"))
     """sync or async: both mean the same here, the engine always works request by request."""
     n: int = key(1, at_least(1), unit="responses")
     """Responses per prompt; the group of grpo."""
-    n_redundant: int = key(0, at_least(0), unit="responses")
+    n_redundant: int = key(
+        0, at_least(0), unit="responses", idle="name is recorded: the responses of each group are there"
+    )
     """So many more are begun for each prompt, and the first n that end well are its group; the others are aborted.
     Saves the wait for slow or stuck environments; favours short ones (redundancy/*), and does not resume bit for
     bit."""
@@ -255,7 +275,7 @@ class RolloutConfig(ConfigNode):
     """Longest prompt; follows data.max_prompt_length."""
     response_length: int = key(512, at_least(1), unit="tokens")
     """Longest response; follows data.max_response_length."""
-    dtype: str = key("auto", one_of(*enums.DTYPES))
+    dtype: str = key("auto", one_of(*DTYPES))
     """Precision of the rollout weights; auto: bfloat16 on CUDA, float32 on CPU."""
     quantization: str | None = key(None, one_of("fp8", "int8"))
     """Precision of the matrices that responses are sampled with, quantised at each weight sync: fp8 (vLLM, on GPUs) or
@@ -270,7 +290,7 @@ class RolloutConfig(ConfigNode):
     """Free the engine's weights and KV cache while training."""
     sleep_level: int = key(1, between(1, 2))
     """What becomes of the freed weights. 1: they go to host memory; 2: nothing stays, and they are synced again."""
-    load_format: enums.LoadFormat = enums.LoadFormat.dummy_dtensor
+    load_format: LoadFormat = LoadFormat.dummy_dtensor
     """Weight sync: dummy_dtensor (tensor by tensor) or dummy_hf (full state dict first)."""
     layered_summon: bool = False
     """Gather LoRA weights layer by layer."""
@@ -360,18 +380,15 @@ def runs_programs(rollout: RolloutConfig) -> bool:
     return rollout.gateway.path is not None or rollout.gateway.command is not None
 
 
+# Settings of sampling -> values with which it draws from the distribution that the trainer computes, which knows the
+# temperature alone. Cuts of the tail come first
+NEUTRAL: dict[str, Any] = {
+    **{"top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0},
+    **{"min_tokens": 0, "bad_words": [], "use_fire_sampling": False},
+}
+
+
 def distortions(rollout: RolloutConfig) -> list[str]:
-    """Settings, as key=value, with which the sampler draws from another distribution than the trainer computes, which
-    knows the temperature alone. Cuts of the tail (top_p, top_k) come first."""
-    rows = (  # key, value, the value that changes nothing
-        ("top_p", rollout.top_p, 1),
-        ("top_k", rollout.top_k if rollout.top_k > 0 else -1, -1),
-        ("min_p", rollout.min_p, 0),
-        ("repetition_penalty", rollout.repetition_penalty, 1),
-        ("presence_penalty", rollout.presence_penalty, 0),
-        ("frequency_penalty", rollout.frequency_penalty, 0),
-        ("min_tokens", rollout.min_tokens, 0),
-        ("bad_words", rollout.bad_words, []),
-        ("use_fire_sampling", rollout.use_fire_sampling, False),
-    )
-    return [f"{key}={value}" for key, value, neutral in rows if value != neutral]
+    """Settings, as key=value, with which the sampler draws from another distribution than the trainer computes."""
+    values = {name: getattr(rollout, name) for name in NEUTRAL}
+    return [f"{name}={value}" for name, value in values.items() if value != NEUTRAL[name]]

@@ -9,7 +9,6 @@ import os
 import re
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -17,7 +16,7 @@ from typing import Any, get_args, get_origin
 
 from verl_like.config.base import ConfigNode, Range
 from verl_like.config.errors import raise_if_any
-from verl_like.config.foreign_names import foreign_hint
+from verl_like.config.names import foreign_hint
 from verl_like.config.ppo import PPOConfig
 
 
@@ -175,54 +174,11 @@ def _nearest(section: str, name: str) -> str | None:
 
 
 def get_value(config: PPOConfig, path: str) -> Any:
-    """The value at a dotted path."""
+    """The value at a dotted path, which may go on in an open dictionary."""
     value: Any = config
     for part in path.split("."):
-        value = getattr(value, part)
+        value = value[part] if isinstance(value, dict) else getattr(value, part)
     return value
-
-
-@dataclass(frozen=True, slots=True)
-class Idle:
-    """Keys (or sections ending in ".") that can have no effect while the condition holds, and why."""
-
-    keys: tuple[str, ...]
-    when: Callable[[PPOConfig], bool]
-    why: str
-
-
-# What is said of a key's value -> whether that is so; other words are names of a value
-_STATES: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("false", "empty", "0"), lambda value: not value),
-    **dict.fromkeys(("not set", "null"), lambda value: value is None),
-    "set": lambda value: value is not None,
-    "true": bool,
-}
-
-
-def idle_while(key: str, state: str, *keys: str) -> Idle:
-    """`keys` can have no effect while "KEY is STATE": false, empty, 0, true, not set, null, set, a name, or not a
-    name. What stands behind a colon explains it."""
-    word = state.partition(":")[0]
-    name = word.removeprefix("not ")
-    holds = _STATES.get(word) or (lambda value: (str(value) == name) == (name == word))
-    return Idle(keys, lambda config: holds(get_value(config, key)), f"{key} is {state}")
-
-
-def declared_idle() -> Iterator[Idle]:
-    """The rows of keys and sections whose declaration says when they can have no effect."""
-    return _declared_idle(PPOConfig(), "")
-
-
-def _declared_idle(node: Any, prefix: str) -> Iterator[Idle]:
-    for field in fields(node):
-        value = getattr(node, field.name)
-        path = f"{prefix}{field.name}{'.' if is_dataclass(value) else ''}"
-        name, _, state = field.metadata.get("idle", "").partition(" is ")
-        if state:
-            yield idle_while(prefix + name if prefix + name in keys() else name, state, path)
-        if is_dataclass(value):
-            yield from _declared_idle(value, path)
 
 
 def from_dict(tree: dict[str, Any]) -> PPOConfig:

@@ -1,24 +1,51 @@
 """Parts of `algorithm.*` and `reward_model.*` that change a reward before advantages are computed."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from verl_like.config.base import ConfigNode, at_least, key, one_of, rising_pair, such_that
-from verl_like.config.enums import NORM_SCOPES, AgentNormMethod, ReweightMethod, TruncatedRows
+
+_SCOPES = one_of("batch", "group", "running")
+
+
+class ReweightMethod(StrEnum):
+    """Method by which PF-PPO resamples responses."""
+
+    pow = "pow"
+    max_min = "max_min"
+    max_random = "max_random"
+
+
+class AgentNormMethod(StrEnum):
+    """Method by which algorithm.agent_reward_norm changes the rewards of a group."""
+
+    identity = "identity"
+    mean = "mean"
+    mean_std = "mean_std"
+    asym_clip = "asym_clip"
+
+
+class TruncatedRows(StrEnum):
+    """Treatment of responses that were cut off, in the overlong buffer."""
+
+    penalise = "penalise"
+    zero = "zero"
+    keep = "keep"
 
 
 @dataclass(kw_only=True, slots=True)
 class RewardNormConfig(ConfigNode):
     """`algorithm.reward_norm.*`: (reward - mean) / (std + 1e-6), each statistic over a scope of its own (ROLL)."""
 
-    mean: str | None = key(None, one_of(*NORM_SCOPES))
+    mean: str | None = key(None, _SCOPES)
     """Which mean is subtracted: batch, group (responses to one prompt) or running (all steps so far). Null: none."""
-    std: str | None = key(None, one_of(*NORM_SCOPES))
+    std: str | None = key(None, _SCOPES)
     """Which standard deviation divides: batch, group or running. Null: none. Rewards without spread stay undivided."""
-    kind: str | None = key(None, one_of(*NORM_SCOPES))
+    kind: str | None = key(None, _SCOPES)
     """Short form: batch, group or running sets mean and std at once. Null: mean and std count."""
     shift: bool = key(False, idle="kind is null")
     """With kind: subtract the mean, divide by nothing."""
-    scale: bool = key(False, idle="kind is null")
+    scale: bool = key(False, idle=("kind is null", "shift is true: shift wins over it"))
     """With kind: divide by the standard deviation, subtract nothing. shift wins over it."""
 
 

@@ -2,9 +2,9 @@
 
 import difflib
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
-from verl_like.config import enums
 from verl_like.config.base import (
     ConfigNode,
     above,
@@ -21,8 +21,46 @@ from verl_like.config.base import (
 from verl_like.config.pools import MAIN_POOL, PlacementError, named_pools
 from verl_like.user_code import FORMS, is_reference
 
+LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab", "trackio")
+HEALTH_RULES = (  # those of observe/health.py, in its order
+    *("mismatch_drift", "entropy_collapse", "reward_saturation", "score_fell", "groups_without_signal"),
+    *("length_growth", "truncated_responses", "clip_storm", "policy_jump", "gradient_spikes", "skipped_updates"),
+    *("numbers_not_finite", "stale_weights", "weights_that_do_not_move", "duplicates", "failed_rewards"),
+    *("lost_responses", "memory_growth"),
+)
+_HEALTH_ACTIONS = ("warn", "stop", "off")
 _CONTROLLER_NSIGHT = {"trace": "cuda,nvtx,cublas,ucx", "cuda-memory-usage": "true", "cuda-graph-trace": "graph"}
 _WORKER_NSIGHT = {**_CONTROLLER_NSIGHT, "capture-range": "cudaProfilerApi", "capture-range-end": None, "kill": "none"}
+
+
+class ResumeMode(StrEnum):
+    """Starting point of a run."""
+
+    auto = "auto"
+    disable = "disable"
+    resume_path = "resume_path"
+
+
+class Device(StrEnum):
+    """Device that the workers compute on."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Launcher(StrEnum):
+    """Launcher of the workers: Ray, or none (one rank in this process)."""
+
+    ray = "ray"
+    local = "local"
+
+
+class ProfileTool(StrEnum):
+    """Recorder of the steps of trainer.profile_steps: torch's profiler, or Nsight Systems."""
+
+    torch = "torch"
+    nsys = "nsys"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -38,13 +76,13 @@ class TrainerConfig(ConfigNode):
     full_determinism: bool = False
     """Two runs with the same settings on the same machine have the same metrics to the last digit: torch uses
     deterministic algorithms only (others warn), and settings whose results depend on time are refused."""
-    device: enums.Device = enums.Device.auto
+    device: Device = Device.auto
     """auto (CUDA when there is one), cpu or cuda."""
-    mode: str = key("sync", one_of(*enums.TRAINER_MODES))
+    mode: str = key("sync", one_of("sync", "colocate_async", "separate_async"))
     """sync: a step samples its batch and trains it. colocate_async: a step goes on when it has its groups; what still
     runs is paused while the policy trains, and continues under the new weights. separate_async: a pool of its own
     samples all the time (async_training.*)."""
-    launcher: enums.Launcher = enums.Launcher.ray
+    launcher: Launcher = Launcher.ray
     """ray, or local: one rank in this process, for debugging."""
     nnodes: int = key(1, at_least(1), unit="nodes")
     """Machines."""
@@ -81,7 +119,7 @@ class TrainerConfig(ConfigNode):
     """Longest wait for the cluster to have room for the workers."""
     balance_batch: bool = True
     """Give every process about the same number of tokens."""
-    total_epochs: int = key(30, at_least(1))
+    total_epochs: int = key(30, at_least(1), idle="total_training_steps is set: it is the length of the run")
     """Passes over the training data."""
     total_training_steps: int | None = key(None, at_least(1), unit="steps")
     """Length of the run. Null: total_epochs."""
@@ -96,7 +134,7 @@ class TrainerConfig(ConfigNode):
     """Validate before the first step."""
     val_only: bool = False
     """Validate and stop."""
-    resume_mode: enums.ResumeMode = enums.ResumeMode.auto
+    resume_mode: ResumeMode = ResumeMode.auto
     """auto (the newest checkpoint of default_local_dir, where there is one), disable (afresh), resume_path. A run that
     does not resume, in a folder that holds another run's files, goes to <folder>-2."""
     resume_from_path: str | None = key(None, idle="resume_mode is not resume_path")
@@ -141,7 +179,7 @@ class TrainerConfig(ConfigNode):
     environment."""
     log_dir: str | None = None
     """Folder of logs and metrics. Null: default_local_dir."""
-    log_format: str = key("text", one_of(*enums.LOG_FORMATS))
+    log_format: str = key("text", one_of("text", "json"))
     """Form of <log_dir>/verl_like.log. json: an object a line, with time, level, logger, message, the run's id
     and, where it is about one, the episode's, which the samples have too."""
     prometheus_port: int | None = key(None, between(0, 65535), unit="port")
@@ -172,7 +210,7 @@ class TrainerConfig(ConfigNode):
         None, such_that(lambda steps: all(step >= 1 for step in steps), "steps are counted from 1")
     )
     """Steps to profile, counted from 1; traces go to <log_dir>/profile. Null: none."""
-    profile_tool: enums.ProfileTool = enums.ProfileTool.torch
+    profile_tool: ProfileTool = ProfileTool.torch
     """torch (a Chrome trace per rank and step) or nsys (Nsight Systems; needs CUDA and the nsys program)."""
     controller_nsight_options: dict[str, Any] = key(_CONTROLLER_NSIGHT, subset_of(*_CONTROLLER_NSIGHT))
     """Nsight Systems options of the driver (profile_tool=nsys)."""
@@ -182,15 +220,15 @@ class TrainerConfig(ConfigNode):
     def check(self) -> None:
         alone = self.early_stop_patience is not None and self.best_metric is None
         require(not alone, "early_stop_patience", self.early_stop_patience, "set best_metric, which it watches")
-        unknown = sorted(name for name in self.logger if name not in enums.LOGGERS and not is_reference(name))
-        fix = f"unknown {unknown}; choose from {', '.join(enums.LOGGERS)}, or name a class of your own: {FORMS}"
+        unknown = sorted(name for name in self.logger if name not in LOGGERS and not is_reference(name))
+        fix = f"unknown {unknown}; choose from {', '.join(LOGGERS)}, or name a class of your own: {FORMS}"
         require(not unknown, "logger", self.logger, fix)
         for rule, action in self.health.items():
-            close = difflib.get_close_matches(rule, enums.HEALTH_RULES, n=1)
-            near, known = "".join(f", did you mean {name}?" for name in close), ", ".join(enums.HEALTH_RULES)
-            require(rule in enums.HEALTH_RULES, "health", rule, f"no such rule{near}; the rules: {known}")
-            fix = f"choose one of {', '.join(enums.HEALTH_ACTIONS)}"
-            require(action in enums.HEALTH_ACTIONS or action is False, f"health.{rule}", action, fix)
+            close = difflib.get_close_matches(rule, HEALTH_RULES, n=1)
+            near, known = "".join(f", did you mean {name}?" for name in close), ", ".join(HEALTH_RULES)
+            require(rule in HEALTH_RULES, "health", rule, f"no such rule{near}; the rules: {known}")
+            fix = f"choose one of {', '.join(_HEALTH_ACTIONS)}"
+            require(action in _HEALTH_ACTIONS or action is False, f"health.{rule}", action, fix)
         self.health = {rule: action or "off" for rule, action in self.health.items()}  # `off` is YAML's false
         for name, given in self.logger_kwargs.items():
             fix = "write {tracker: {argument: value}}, as {wandb: {tags: [a]}}; console and jsonl take none"

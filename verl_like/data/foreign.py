@@ -14,7 +14,7 @@ from typing import Any
 
 from verl_like.batch import PromptRow
 from verl_like.config import DataConfig
-from verl_like.config.doctor_paths import Files, named_files
+from verl_like.config.paths import Files, named_files
 from verl_like.data.chat import truncate
 from verl_like.data.dataset import Dataset, PromptDataset, make_encoder, source_of
 from verl_like.data.reading import dictionary_of, ground_truth_of, prompt_column, style_of, to_messages

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_like.config import DataConfig
-from verl_like.config.doctor_paths import Files, named_files
+from verl_like.config.paths import Files, named_files
 from verl_like.data.rows import AnyRows, known, messages_or_text, read_rows, whole_of
 from verl_like.data.storage import localize
 from verl_like.models.location import file_problem

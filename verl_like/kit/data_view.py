@@ -16,7 +16,7 @@ from verl_like.data.prompt_truth import own_text
 from verl_like.models.loading import load_hf_config, load_tokenizer
 from verl_like.models.location import file_problem
 from verl_like.models.vision import processor_of
-from verl_like.trainer.build import with_system_prompt
+from verl_like.trainer.facts import with_system_prompt
 
 _NO_LIMIT = 1 << 30
 

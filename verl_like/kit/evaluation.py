@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from verl_like.batch import Rollouts, Scores, whole_episodes
 from verl_like.config import DataConfig, PPOConfig
-from verl_like.config.errors import ConfigError, input_errors
+from verl_like.config.errors import ConfigError, input_errors, raise_if_any
 from verl_like.data.loader import PromptLoader
 from verl_like.data.sampler import ResumableSampler
 from verl_like.episodes.collector import Collector
@@ -23,12 +23,11 @@ from verl_like.models.location import file_problem
 from verl_like.observe.samples import Sample, make_samples
 from verl_like.observe.validation import report_names
 from verl_like.plugins.agents.external import ExternalChat, NoEngine
-from verl_like.plugins.agents.start import open_toolbox
 from verl_like.plugins.http_json import ServiceError
-from verl_like.rewards.manager import RewardManager
 from verl_like.rollout.client import RolloutClient
 from verl_like.trainer import build
-from verl_like.trainer.own_code import check_own_code
+from verl_like.trainer.facts import Facts, required
+from verl_like.trainer.start_checks import problems
 from verl_like.trainer.validation import Validator
 
 logger = logging.getLogger(__name__)
@@ -78,38 +77,30 @@ def evaluate(config: PPOConfig) -> Evaluation:
     _check_alone(config)
     with ExitStack() as stack:
         with input_errors():
-            device, _ = build.resolve_world(config)
-            check_own_code(config)
-            inputs = build.load_inputs(config, toolbox := open_toolbox(config, stack), trains=False)
-            rewards = stack.enter_context(
-                RewardManager(config.custom_reward_function, config.reward_model, config.data, inputs.tokenizer)
-            )
-            if toolbox is None or not toolbox.gives_reward:
-                build.check_rewards(config, inputs, rewards)
-            inputs = build.with_own_loops(config, inputs, stack)
-            length = build.max_model_len(config, inputs.hf_config)
-        assert inputs.val is not None
-        how, rollout = build.answering(config, inputs, validation=True), config.actor_rollout_ref.rollout
+            facts = Facts(config, stack, trains=False)
+            raise_if_any(problems(facts))
+        dataset, device, rewards = required(facts.val), facts.device, facts.rewards
+        how, rollout = build.answering(config, facts, validation=True), config.actor_rollout_ref.rollout
         if rollout.engine.endpoint:
-            chat = _external(config, inputs, stack)
+            chat = _external(config, facts, stack)
             replica, how, device = _NoReplica(), dataclasses.replace(how, runner=chat), rollout.openai.url
         else:
-            sizes = {"tokenizer_size": len(inputs.tokenizer), "max_model_len": length}
-            replica = stack.enter_context(served(config, inputs.hf_config, **sizes, device=device))
-        order = ResumableSampler(len(inputs.val), shuffle=False, seed=0, identity=inputs.val.identity())
-        collector = Collector(PromptLoader(inputs.val, order, 1), rewards, replica, how, config)
+            sizes = {"tokenizer_size": len(facts.tokenizer), "max_model_len": facts.max_model_len}
+            replica = stack.enter_context(served(config, facts.hf_config, **sizes, device=device))
+        order = ResumableSampler(len(dataset), shuffle=False, seed=0, identity=dataset.identity())
+        collector = Collector(PromptLoader(dataset, order, 1), rewards, replica, how, config)
         stack.callback(collector.close)
         answered: list[tuple[Rollouts, Scores]] = []
-        batches = partial(build.validation_batches, config, inputs.val)
+        batches = partial(build.validation_batches, config, dataset)
         validator = Validator(batches, how, on_samples=lambda _, found: answered.extend(found))
-        logger.info("%d prompts x %d answers on %s", len(inputs.val), how.n, device)
+        logger.info("%d prompts x %d answers on %s", len(dataset), how.n, device)
         began = time.perf_counter()
         try:
             metrics = validator.run(collector, 0)
         except ServiceError as error:
             raise ConfigError([str(error)]) from error
         seconds = time.perf_counter() - began
-        samples = [each for pair in answered for each in make_samples(*pair, inputs.tokenizer, 0)]
+        samples = [each for pair in answered for each in make_samples(*pair, facts.tokenizer, 0)]
     sources = list(_results(metrics, answered, how.n))
     return Evaluation(sources=sources, metrics=metrics, samples=samples, seconds=seconds)
 
@@ -122,11 +113,11 @@ class _NoReplica:
         return work(NoEngine()).result()
 
 
-def _external(config: PPOConfig, inputs: build.Inputs, stack: ExitStack) -> ExternalChat:
+def _external(config: PPOConfig, facts: Facts, stack: ExitStack) -> ExternalChat:
     """The model behind rollout.openai.url."""
     rollout, seed = config.actor_rollout_ref.rollout, config.trainer.seed
     with input_errors():
-        chat = ExternalChat(rollout.openai, inputs.tokenizer, seed if rollout.seed_per_request else None)
+        chat = ExternalChat(rollout.openai, facts.tokenizer, seed if rollout.seed_per_request else None)
     stack.callback(chat.close)
     return chat
 

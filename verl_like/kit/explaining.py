@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from verl_like.config import PPOConfig
-from verl_like.config.aliases import DEPRECATED, DROPPED, RENAMED, renamed
-from verl_like.config.availability import NO_EFFECT, newer_than_here, without_effect
-from verl_like.config.doctor import IDLE, covers, idle
 from verl_like.config.errors import ConfigError
-from verl_like.config.foreign_names import foreign_names_of
+from verl_like.config.menus import ESTIMATORS, KL_KINDS, LOSSES, Choice
+from verl_like.config.names import VERL, Row, foreign_names_of, table
+from verl_like.config.rules import all_rules, idle_lines
 from verl_like.config.schema import Key, find_key, get_value, keys, sections, suggest
+from verl_like.config.spellings import deprecated, newer_than_here, no_effect, renamed, says_nothing, without_effect
 from verl_like.kit.docs.readers import readers
 from verl_like.observe.redaction import redacted_tree
 from verl_like.trainer.compose import compose_tree, followers_of, to_config
 
 Rows = list[tuple[str, str]]
+_MENUS: dict[str, Mapping[str, Choice]] = {
+    "algorithm.adv_estimator": ESTIMATORS,
+    "algorithm.kl_penalty": KL_KINDS,
+    "actor_rollout_ref.actor.kl_loss_type": KL_KINDS,
+    "actor_rollout_ref.actor.policy_loss.loss_mode": LOSSES,
+}
 
 
 def explain(name: str, overrides: Sequence[str] = (), yaml_files: Sequence[Path] = ()) -> Rows:
     """(what, text) about a key, or about each key of a section. ConfigError for a name that is neither."""
-    why = next((why for pattern, why in DROPPED.items() if re.fullmatch(pattern, name)), None)
+    why = says_nothing(name)
     if why is not None:
         return [(name, f"accepted and left out: {why}")]
     path = renamed(name)
@@ -44,10 +50,12 @@ def explain(name: str, overrides: Sequence[str] = (), yaml_files: Sequence[Path]
     rows += [("type", _type_of(key)), *([("range", key.range)] if key.range else []), ("default", shown(key.default))]
     here = shown(redacted_tree(get_value(config, key.path), key.path))
     rows += [("here", f"{here} ({'set' if is_set else 'not set'})")]
+    rows += [(here, choice.cells[0])] if (choice := _MENUS.get(key.path, {}).get(here)) else []
     rows += [("effect here", _effect(key, config, followers))]
-    rows += [("no effect if", row.why) for row in IDLE if covers(row, key.path)]
+    about = [each for each in all_rules() if each.is_about(key.path) and each.says]
+    rows += [("no effect if" if each.kind == "idle" else "rule", each.says) for each in about]
     rows += [("follow it", ", ".join(followers[key.path]))] if key.path in followers else []
-    rows += [("deprecated", f"use {DEPRECATED[key.path]}")] if key.path in DEPRECATED else []
+    rows += [("deprecated", f"use {better[0]}")] if (better := deprecated().get(key.path)) else []
     rows += [("read by", ", ".join(readers()[key.path]) or "nobody")]
     rows += [("other names", "; ".join(names))] if (names := other_names(key.path)) else []
     return [*rows, ("beside it", _siblings(key.path))]
@@ -55,33 +63,22 @@ def explain(name: str, overrides: Sequence[str] = (), yaml_files: Sequence[Path]
 
 def other_names(path: str) -> list[str]:
     """Names of this key in verl (earlier or later) and other projects."""
-    return [spelling for old, new in RENAMED for spelling in _spellings(old, new, path)] + foreign_names_of(path)
+    renames = (row for row in table(VERL) if row.renames)
+    return [spelling for row in renames for spelling in _spellings(row, path)] + foreign_names_of(path)
 
 
-def _spellings(old: str, new: str, path: str) -> Iterator[str]:
-    """The old spellings that a row of the alias table turns into `path`, each proved by the table itself."""
-    match = re.fullmatch(re.sub(r"\\\d", "(.+)", new.replace(".", r"\.")), path)
-    if match is None:
-        return
-    texts = iter(match.groups())
-    pattern = re.sub(r"(?<!\\)\((?!\?)(?:[^()]|\(\?:[^()]*\))*\)", lambda found: next(texts, found[0]), old)
-    for spelling in _alternatives(pattern.replace(r"\.", ".")):
-        if re.fullmatch(r"[\w.]+", spelling) and renamed(spelling) == path:
-            yield spelling
-
-
-def _alternatives(pattern: str) -> Iterator[str]:
-    """Every text of a pattern with groups such as (?:a|b) and (?:a)?, and nothing else of regular expressions."""
-    group = re.search(r"\(\?:([^()]*)\)(\??)", pattern)
-    if group is None:
-        yield pattern
-        return
-    for choice in [*group[1].split("|"), *([""] if group[2] else [])]:
-        yield from _alternatives(pattern[: group.start()] + choice + pattern[group.end() :])
+def _spellings(row: Row, path: str) -> Iterator[str]:
+    """The names that a row of verl's table turns into `path`, each proved by the table itself."""
+    match = re.fullmatch(re.sub(r"\\\d", "(.*)", row.keys[0].replace(".", r"\.")), path)
+    parts = (match.groups("") or [""]) if match else ()
+    for text in row.texts():
+        for spelling in dict.fromkeys(re.sub(r"\*+", part, text) for part in parts):
+            if re.fullmatch(r"[\w.]*\w", spelling) and renamed(spelling) == path:
+                yield spelling
 
 
 def _effect(key: Key, config: PPOConfig, followers: dict[str, list[str]]) -> str:
-    reasons = without_effect(frozenset({key.path})) + idle(config, frozenset({key.path}), followers)
+    reasons = without_effect(frozenset({key.path})) + idle_lines(config, frozenset({key.path}), followers)
     if not reasons:
         return "yes"
     return "none: " + "; ".join(reason.partition(": ")[2] for reason in reasons)
@@ -103,7 +100,7 @@ def shown(value: Any) -> str:
 
 def _first_sentence(key: Key) -> str:
     sentence = re.split(r"(?<=\.)\s", key.doc, maxsplit=1)[0]
-    unused = " (no effect)" if key.path in NO_EFFECT else ""
+    unused = " (no effect)" if key.path in no_effect() else ""
     return f"{sentence}{unused} Default: {shown(key.default)}"
 
 

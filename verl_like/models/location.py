@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from verl_like.config import DataConfig, ModelConfig, PPOConfig
-from verl_like.config.doctor_paths import data_paths, model_paths
 from verl_like.config.errors import raise_if_any
+from verl_like.config.paths import data_paths, model_paths
 from verl_like.remote_storage import is_remote, local_folder
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -20,17 +20,17 @@ _TOKENIZERS = ("data.tokenizer", "reward_model.model.input_tokenizer")
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "config.json")  # transformers is content with one
 
 
-def check_locations(config: PPOConfig, *data_keys: str) -> None:
-    """Check all models, tokenizers and data files, and list those that are missing in one ConfigError.
+def missing_places(config: PPOConfig, *data_keys: str) -> dict[tuple[str, str], str]:
+    """Find models, tokenizers and data files that are not where the configuration says: problems by (key, path).
 
-    Models and tokenizers must be folders here or on the hub. data_keys: keys of the data files to check.
+    Models and tokenizers must be folders here or on the hub. data_keys: keys of the data files to look for.
     """
-    models = [
-        location_problem(key, path, *(TOKENIZER_FILES if key in _TOKENIZERS else ("config.json",)))
+    found = {
+        (key, path): location_problem(key, path, *(TOKENIZER_FILES if key in _TOKENIZERS else ("config.json",)))
         for key, path in model_paths(config).items()
-    ]
-    data = [file_problem(key, path) for key, path in data_paths(config) if key in data_keys]
-    raise_if_any([problem for problem in models + data if problem is not None])
+    }
+    found |= {(key, path): file_problem(key, path) for key, path in data_paths(config) if key in data_keys}
+    return {place: problem for place, problem in found.items() if problem is not None}
 
 
 def check_location(key: str, path: str, *files: str) -> None:

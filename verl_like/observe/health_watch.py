@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from verl_like.config.enums import HEALTH_RULES
+from verl_like.config.trainer import HEALTH_RULES
 from verl_like.observe.health import EARLY, RULES, Verdict, derived, verdict_of
 from verl_like.observe.run_folder import METRICS, SAMPLES, read_metrics
 
@@ -19,7 +19,7 @@ _NEWEST = 1000  # steps that rules look at, beside the first: a check of all of 
 class HealthWatch:
     """Watch over the health of a run: looks at each finished step.
 
-    actions: by the names of config.enums.HEALTH_RULES; a rule without one warns.
+    actions: by the names of config.trainer.HEALTH_RULES; a rule without one warns.
     resumed_at: step up to which the run's metrics.jsonl counts as well, so that "at the start" is the run's.
     """
 

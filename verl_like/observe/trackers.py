@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 
 from verl_like.batch import scalar
 from verl_like.config import TrainerConfig
-from verl_like.config.enums import LOGGERS
+from verl_like.config.trainer import LOGGERS
 from verl_like.observe.console import StepTable
 from verl_like.observe.redaction import redacted_tree
 from verl_like.observe.run_folder import METRICS

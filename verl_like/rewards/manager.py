@@ -17,7 +17,7 @@ from typing import Any
 
 from verl_like.batch import PromptRow, Rollouts, Scores, numeric_extras, unusable_extras
 from verl_like.config import CustomRewardFunctionConfig, DataConfig, RewardModelConfig
-from verl_like.config.enums import REWARD_MANAGERS
+from verl_like.config.reward import REWARD_MANAGERS
 from verl_like.config.roles import classifies, generates
 from verl_like.registry import part
 from verl_like.remote_storage import local_folder

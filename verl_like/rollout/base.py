@@ -135,6 +135,10 @@ class RolloutEngine:
         assert self._in_memory is not None, "sampling without weights"
         return self._in_memory.version
 
+    def effective(self) -> Mapping[str, object]:
+        """Values of rollout.* that the built engine has, by name, as far as it tells them."""
+        return {}
+
     def submit(self, request: GenerationRequest) -> Future[Completion]:
         """Queue one request, on a replica's first rank; it is sampled while the engine is open.
 

@@ -77,6 +77,9 @@ class HFRolloutEngine(SteppedRolloutEngine):
         """Tokens of prompts, and of responses that were begun before, that were computed since the start."""
         self._loop = StepLoop(self, device=process.device)
 
+    def effective(self) -> Mapping[str, object]:
+        return {"dtype": next(self._module.parameters()).dtype, "max_num_seqs": self._max_num_seqs}
+
     # What the step loop calls.
 
     def add(self, request: GenerationRequest) -> None:

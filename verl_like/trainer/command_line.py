@@ -17,7 +17,7 @@ from verl_like.config.errors import ConfigError
 from verl_like.config.parser import Parser
 from verl_like.gc_settings import starting
 from verl_like.observe.logs import told_in_a_line
-from verl_like.trainer.compose import CONFIG_NAME, compose, compose_tree, doctored, to_config, with_suffix, yaml_path
+from verl_like.trainer.compose import CONFIG_NAME, checked, compose, compose_tree, to_config, with_suffix, yaml_path
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ def _show(arguments: argparse.Namespace, files: list[Path]) -> None:
         to_config(tree)  # which tells what cannot be resolved
     sys.stdout.write(OmegaConf.to_yaml(tree, resolve=arguments.resolve))
     config = to_config(tree)
-    for warning in warnings + doctored(config, changes):
+    for warning in warnings + checked(config, changes):
         logger.warning("config: %s", warning)
     per_node = config.trainer.n_gpus_per_node
     if not isinstance(per_node, str):

@@ -30,13 +30,12 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_like.config import PPOConfig
-from verl_like.config.aliases import Change, canonical, renamed, rest_of
-from verl_like.config.availability import newer_than_here
-from verl_like.config.doctor import check
-from verl_like.config.doctor_async import uncorrected
+from verl_like.config.batch_plan import uncorrected
 from verl_like.config.errors import ConfigError, raise_if_any
 from verl_like.config.parser import meant
+from verl_like.config.rules import check
 from verl_like.config.schema import find_key, from_dict, get_value, keys, of_no_home, sections, suggest, to_dict
+from verl_like.config.spellings import Change, canonical, newer_than_here, renamed, rest_of
 from verl_like.models.adapter_config import adapter_settings
 from verl_like.observe.redaction import HIDDEN, redacted_tree
 from verl_like.observe.run_folder import flat
@@ -104,11 +103,11 @@ def compose_with_warnings(
         "it was hidden when this configuration was saved, and has to be given again, on the command line for instance"
     )
     raise_if_any([f"{key}={HIDDEN}: {again}" for key in hidden])
-    return config, warnings + doctored(config, changes)
+    return config, warnings + checked(config, changes)
 
 
-def doctored(config: PPOConfig, changes: list[Change]) -> list[str]:
-    """Collect the doctor's warnings; raises ConfigError for what cannot work. changes: what the user set."""
+def checked(config: PPOConfig, changes: list[Change]) -> list[str]:
+    """Collect the warnings of config/rules; raises ConfigError for what cannot work. changes: what the user set."""
     defaults = keys()
     set_keys = {key.path for change in changes if (key := find_key(change.key))}
     changed = frozenset(key for key in set_keys if get_value(config, key) != defaults[key].default)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from verl_like.checkpoint.files import linked_folders, require_writable
 from verl_like.config import PPOConfig, RayInitConfig
+from verl_like.config.errors import problems_of
 from verl_like.remote_storage import RemoteFolder
 
 logger = logging.getLogger(__name__)
@@ -16,11 +19,8 @@ logger = logging.getLogger(__name__)
 _TEMP_DIR_CHARS = 40  # what Ray adds is named by date and process, below 67 characters
 
 
-def check_output_folders(config: PPOConfig, *, make: bool = True) -> None:
-    """Check that the folders of the run's output can be made and written.
-
-    Raises ValueError, naming the key, otherwise.
-    """
+def check_output_folders(config: PPOConfig, *, make: bool = True) -> Iterator[str]:
+    """Check that the folders of the run's output can be made and written, and make them."""
     trainer, ray = config.trainer, config.ray_init if config.trainer.launcher == "ray" else RayInitConfig()
     timeline = ray.timeline_json_file
     for key, folder in (
@@ -33,14 +33,14 @@ def check_output_folders(config: PPOConfig, *, make: bool = True) -> None:
         ("env.render_save_dir", config.env.render_save_dir),
     ):
         if folder is not None:
-            require_writable(key, folder, make=make)
+            yield from problems_of(partial(require_writable, key, folder, make=make))
             linked_folders(key, Path(folder).expanduser())
     if timeline is not None and (not timeline.strip() or Path(timeline).is_dir()):
-        raise ValueError(f"ray_init.timeline_json_file={timeline!r}: name a file in a folder of this machine")
+        yield f"ray_init.timeline_json_file={timeline!r}: name a file in a folder of this machine"
     if trainer.default_hdfs_dir is not None:
-        RemoteFolder(trainer.default_hdfs_dir, "trainer.default_hdfs_dir")
+        yield from problems_of(partial(RemoteFolder, trainer.default_hdfs_dir, "trainer.default_hdfs_dir"))
     if ray.temp_dir is not None and len(str(Path(ray.temp_dir).resolve())) > _TEMP_DIR_CHARS:
-        raise ValueError(
+        yield (
             f"ray_init.temp_dir={ray.temp_dir}: Ray puts sockets below it, whose paths may have 107 characters; "
             f"shorten it to {_TEMP_DIR_CHARS}"
         )

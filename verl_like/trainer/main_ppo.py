@@ -7,7 +7,6 @@ spawned import this file again.
 from __future__ import annotations
 
 import os
-import sys
 from typing import TYPE_CHECKING
 
 from verl_like.ending import orderly_end
@@ -17,14 +16,7 @@ if TYPE_CHECKING:
 
 
 def train(config: PPOConfig) -> None:
-    """Run the checked configuration. A model or file that is not there ends the program before torch is imported."""
-    from verl_like.config.doctor_paths import DATA_FILES
-    from verl_like.models.location import check_locations
-
-    try:
-        check_locations(config, *DATA_FILES)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    """Run the checked configuration."""
     from verl_like.trainer.run import run
 
     run(config)

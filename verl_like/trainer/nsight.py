@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_like.config import PPOConfig
-from verl_like.config.enums import Launcher, ProfileTool
+from verl_like.config.trainer import Launcher, ProfileTool
 
 logger = logging.getLogger(__name__)
 

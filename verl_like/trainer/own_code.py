@@ -12,7 +12,8 @@ import itertools
 import logging
 import os
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from verl_like.algorithms.advantages import ADVANTAGES
 from verl_like.algorithms.kl import FULL_KL_KIND, KL_ESTIMATORS
 from verl_like.algorithms.policy_losses import POLICY_LOSSES
 from verl_like.config import PPOConfig
+from verl_like.config.errors import problems_of
 from verl_like.observe.trackers import check_trackers
 from verl_like.trainer.ppo import PPOTrainer
 from verl_like.user_code import UserCodeError, load
@@ -31,21 +33,18 @@ logger = logging.getLogger(__name__)
 _REWARD = "compute_score"
 
 
-def check_own_code(config: PPOConfig) -> None:
-    """Check that the code is there, can be imported and can be called as it must.
-
-    Raises ValueError, naming the key, otherwise.
-    """
-    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
-    ADVANTAGES.lookup(algorithm.adv_estimator)
-    POLICY_LOSSES.lookup(actor.policy_loss.loss_mode)
-    for used, kind in ((algorithm.use_kl_in_reward, algorithm.kl_penalty), (actor.use_kl_loss, actor.kl_loss_type)):
-        if used and kind != FULL_KL_KIND:
-            KL_ESTIMATORS.lookup(kind)
-    check_trackers(config.trainer)
-    trainer_class(config)
-    if config.reward_model.enable:
-        reward_worker_class(config.reward_model)
+def check_own_code(config: PPOConfig) -> Iterator[str]:
+    """Check that the code is there, can be imported and can be called as it must."""
+    actor, algorithm, reward = config.actor_rollout_ref.actor, config.algorithm, config.reward_model
+    kinds = [algorithm.kl_penalty] * algorithm.use_kl_in_reward + [actor.kl_loss_type] * actor.use_kl_loss
+    yield from problems_of(
+        lambda: ADVANTAGES.lookup(algorithm.adv_estimator),
+        lambda: POLICY_LOSSES.lookup(actor.policy_loss.loss_mode),
+        *(partial(KL_ESTIMATORS.lookup, kind) for kind in kinds if kind != FULL_KL_KIND),
+        lambda: check_trackers(config.trainer),
+        lambda: trainer_class(config),
+        lambda: reward_worker_class(reward) if reward.enable else None,
+    )
 
 
 def trainer_class(config: PPOConfig) -> type[PPOTrainer]:

@@ -18,9 +18,13 @@ from typing import Any, Protocol
 import torch
 
 from verl_like.batch import PromptRow, Rollouts, Scores, pad_rows
-from verl_like.data.dataset import Dataset
+from verl_like.config import PPOConfig
+from verl_like.config.roles import generates
+from verl_like.data.dataset import Dataset, PromptDataset
 from verl_like.rewards.grading import RewardError
 from verl_like.rewards.manager import RewardManager
+from verl_like.trainer.facts import Facts
+from verl_like.user_code import is_reference
 
 logger = logging.getLogger(__name__)
 
@@ -138,6 +142,60 @@ def try_out(dataset: Dataset, rewards: RewardManager) -> None:
     """
     row = dataset[0][1]
     rewards.try_out(row, [*reference_answers(row)[:1], _WRONG])
+
+
+def check_rewards(facts: Facts) -> None:
+    """Check that the graders can score the rows; raises ValueError, RewardFunctionError otherwise."""
+    rewards, toolbox, train, val = facts.rewards, facts.toolbox, facts.known("train"), facts.known("val")
+    if toolbox is not None and toolbox.gives_reward:
+        if not rewards.rule_grades:
+            raise ValueError(
+                "the environment of actor_rollout_ref.rollout.multi_turn.environment_path scores episodes, but beside "
+                "the reward model that counts nothing: set reward_model.rule_weight, or reward_model.enable=false"
+            )
+        return
+    known: list[Dataset] = [dataset for dataset in (train, val) if dataset is not None]
+    styles = [style for dataset in known for style in dataset.reward_styles()]
+    rewards.check_rows(styles)
+    for dataset in known:
+        refuse_missing_answers(facts.config, dataset)
+    if not {"train", "val"} & facts.failed.keys():
+        rewards.warn_of_unknown_sources(source for source, _ in styles)
+    if train is not None and not rewards.awaits_servers:
+        try_rewards(facts.config, facts, rewards)
+
+
+def try_rewards(config: PPOConfig, facts: Facts, rewards: RewardManager) -> None:
+    """Grade a few responses before the first step, as soon as the graders can."""
+    try_out(facts.train, rewards)
+    if config.data.self_check_rows and rewards.rule_grades:
+        self_check(facts.train, rewards, facts.tokenizer, config.data.self_check_rows)
+
+
+def refuse_missing_answers(config: PPOConfig, dataset: Dataset) -> None:
+    """Refuse a file without reference answers where built-in graders compare with them (ValueError).
+
+    Warns of a file in which some rows have none.
+    """
+    reward = config.reward_model
+    own = config.custom_reward_function.path is not None or reward.judge.url is not None
+    parts = [name for table in reward.weights.values() for name in table]
+    others = [reward.rule or "", *reward.rule_by_source.values(), reward.reward_manager, *parts]
+    own = own or generates(reward, config.custom_reward_function)
+    if own or (reward.enable and reward.rule_weight == 0) or any(map(is_reference, others)):
+        return
+    if type(dataset) is not PromptDataset:  # a class of the user's may know answers
+        return
+    for file, missing, used in dataset.without_ground_truth():
+        rows = ", ".join(map(str, missing[:5])) + ", ..." * (len(missing) > 5)
+        told = f"{file.path}: {len(missing):,} of {used:,} rows have no reference answer (null or empty): row {rows}"
+        if len(missing) > reward.max_failure_fraction * used:
+            raise ValueError(
+                f"{told} (it has the columns {', '.join(file.rows.columns)}); set data.ground_truth_key to the column "
+                "with the answers, or grade without them: custom_reward_function.path"
+            )
+        if missing:
+            logger.warning("%s. Their responses get no reward: leave these rows out", told)
 
 
 def _chosen(domains: Sequence[str], rows_per_source: int) -> list[int]:

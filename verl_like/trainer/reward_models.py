@@ -9,8 +9,7 @@ from verl_like.cluster.worker_group import WorkerDied
 from verl_like.config import ModelConfig, PPOConfig
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.roles import REWARD, classifies, generates, reward_network
-from verl_like.models.families import refuse_vision
-from verl_like.models.loading import check_score_head, check_ulysses, end_token_ids, load_hf_config, load_tokenizer
+from verl_like.models.loading import end_token_ids, load_hf_config, load_tokenizer
 from verl_like.registry import part
 from verl_like.rewards.grading import ServedModel
 from verl_like.rewards.manager import RewardManager
@@ -21,7 +20,7 @@ _PATH = "reward_model.model.path"
 
 
 def load_reward_model(config: PPOConfig) -> tuple[Any, Any] | None:
-    """Check the reward model, where there is one.
+    """Check that the reward model can read and write what it must, where there is one.
 
     Returns the two tokenizers of reward_model.model.input_tokenizer, None without it.
     """
@@ -29,14 +28,7 @@ def load_reward_model(config: PPOConfig) -> tuple[Any, Any] | None:
     network, model = reward_network(section), section.model
     if generates(section, config.custom_reward_function):
         _end_ids(network)
-    if not classifies(section, config.custom_reward_function):
-        return None
-    network_hf = load_hf_config(network, key)
-    refuse_vision(network_hf, key, "name a text model")
-    if section.worker_class is None:
-        check_score_head(network, network_hf, key)
-    check_ulysses(network, network_hf, section.ulysses_sequence_parallel_size)
-    if model.input_tokenizer is None:
+    if not classifies(section, config.custom_reward_function) or model.input_tokenizer is None:
         return None
     policy = load_tokenizer(model.input_tokenizer, model.trust_remote_code, "reward_model.model.input_tokenizer")
     own = load_tokenizer(network.path, model.trust_remote_code, key)

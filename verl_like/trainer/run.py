@@ -21,19 +21,21 @@ from verl_like.cluster.environment import omp_threads
 from verl_like.cluster.lifecycle import StopFlag, graceful_interrupt
 from verl_like.cluster.worker_group import WorkerDied, WorkerError, WorkerTimeout, new_run_id
 from verl_like.config import PPOConfig, TrainerConfig
-from verl_like.config.errors import ConfigError, RunStopped, input_errors
+from verl_like.config.errors import ConfigError, RunStopped, input_errors, problems_of, raise_if_any
 from verl_like.config.schema import to_dict
 from verl_like.observe.environment import own_files, write_environment
 from verl_like.observe.logs import setup_driver_logging, told_in_a_line
 from verl_like.observe.redaction import hidden, print_hidden, remember, secrets_of
 from verl_like.observe.run_folder import CONFIG
 from verl_like.parallel.host_memory import tells_of_memory
-from verl_like.trainer.build import Prepared, prepared, resolve_world, started
+from verl_like.trainer.build import prepare, prepared, started
 from verl_like.trainer.compose import save_resolved
+from verl_like.trainer.facts import Facts
 from verl_like.trainer.folders import check_output_folders, log_dir, profile_dir, with_free_folder
-from verl_like.trainer.nsight import check_nsight, restart_under_nsight
+from verl_like.trainer.nsight import restart_under_nsight
 from verl_like.trainer.own_code import check_given, with_reward
 from verl_like.trainer.ppo import PPOTrainer
+from verl_like.trainer.start_checks import early_problems
 from verl_like.trainer.start_messages import closing_text, cpu_seconds, process_age, ready_text
 from verl_like.trainer.workers import Launcher
 
@@ -117,7 +119,7 @@ def opened(config: PPOConfig, *own: Any, **more: Any) -> Iterator[PPOTrainer]:
 class _Run:
     """Run that can be started: all checks passed, its folder held, its graders running, its Ray kept."""
 
-    ready: Prepared
+    ready: Facts
     launcher: Launcher
     confirm: Callable[[], None]
     kind: type[PPOTrainer] | None
@@ -155,16 +157,16 @@ def _prepared(
     run_id, began = new_run_id(), began or (time.perf_counter(), cpu_seconds())
     remember(secrets_of(os.environ, to_dict(config)))
     with input_errors():
-        check_given(config, reward, kind)
-        check_output_folders(config, make=False)
+        told = [*problems_of(lambda: check_given(config, reward, kind)), *early_problems(config)]
+        if told and reward is None:  # whose graders cannot be known without the folder
+            with ExitStack() as stack:
+                prepare(config, stack, told)
+        raise_if_any(told)
     if Path(config.trainer.default_local_dir).expanduser().is_dir():
         with held(config.trainer.default_local_dir, run_id):  # a live run is refused, not avoided
             config = with_free_folder(config)
-    with input_errors():
-        check_output_folders(config)
+    raise_if_any(check_output_folders(config))
     folder = log_dir(config)
-    with input_errors():
-        check_nsight(config, resolve_world(config)[0])
     restart(config, profile_dir(config))
     with ExitStack() as stack:
         lock = stack.enter_context(held(config.trainer.default_local_dir, run_id))

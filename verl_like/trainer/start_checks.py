@@ -1,27 +1,48 @@
-"""Checks of what a run asks of this machine, its packages, its network and its model, before anything is started."""
+"""Checks of what a run asks of this machine, its packages, its network, its model and its data, before anything starts.
+
+`problems` is the list of a start. Each part's own check stands in its package, and takes the facts that it needs.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
 import urllib.parse
 import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig
 
-from verl_like.config import PPOConfig, RolloutConfig
+from verl_like.config import DataConfig, PPOConfig, RolloutConfig
 from verl_like.config.engines import ENGINES
-from verl_like.config.errors import raise_if_any
+from verl_like.config.errors import ConfigError, problems_of
 from verl_like.config.reward_rollout import RewardRolloutConfig
-from verl_like.config.roles import REWARD, generates, roles_of
+from verl_like.config.roles import REWARD, RoleConfig, generates, needs_critic, roles_of
 from verl_like.config.rollout import runs_agent_loops, runs_programs
-from verl_like.models import blocks, families, loading, lora
+from verl_like.data.dataset import Dataset, make_encoder
+from verl_like.data.foreign import ForeignDataset
+from verl_like.data.media import DEFAULT_MEDIA_KEYS
+from verl_like.data.prompt_truth import own_text
+from verl_like.models import blocks, families, loading, lora, tensor_plan
+from verl_like.registry import part
+from verl_like.remote_storage import is_remote
+from verl_like.rollout.build import require_heads, require_quantization
 from verl_like.rollout.sampling import require_tokens_left, train_sampling, validation_sampling
+from verl_like.trainer.facts import Facts, resolve_world, train_loader
+from verl_like.trainer.folders import check_output_folders
+from verl_like.trainer.nsight import check_nsight
+from verl_like.trainer.own_code import check_own_code
+from verl_like.trainer.resume import find_resume
+from verl_like.trainer.reward_check import check_rewards
 from verl_like.user_code import load
 
+logger = logging.getLogger(__name__)
 _ROLLOUT = "actor_rollout_ref.rollout"
 _FILTER = "data.filter_overlong_prompts_workers"
 _REACH_S = 2.0
@@ -30,22 +51,63 @@ _REACH_S = 2.0
 _RANK, _HELPER, _RESPONSE, _THREAD = (200e6, "processes"), (25e6, "processes"), (4e3, "responses"), (5e4, "threads")
 
 
-def check_machine(config: PPOConfig, device: str) -> None:
-    """Check counts against this machine's memory, engines against its packages, and addresses for an answer.
+def early_problems(config: PPOConfig) -> list[str]:
+    """List what is looked at before a run makes its folders: places of files, folders, a profiler, a checkpoint."""
+    mode, resume = config.trainer.resume_mode, str(config.trainer.resume_from_path)
+    absent = mode == "resume_path" and not (is_remote(resume) or os.path.isdir(os.path.expanduser(resume)))
+    return [
+        *Facts(config, ExitStack()).missing.values(),
+        *problems_of(lambda: check_output_folders(config, make=False)),
+        *problems_of(lambda: check_nsight(config, resolve_world(config)[0])),
+        *problems_of(lambda: find_resume(config) if absent else None),
+    ]
 
-    Raises ValueError, naming keys and values, for what does not hold.
+
+def problems(facts: Facts) -> Iterator[str]:
+    """Yield all that is wrong with a run, as far as it can be told without workers.
+
+    A fact that cannot be loaded is told where it is read first; checks that need it are left out.
     """
-    _check_engines(config)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    raise_if_any(
-        [
-            f"{key}={value}: {value * times:,} {what} of at least {each / 1e6:g} MB are more than this machine's "
-            f"{memory / 1e9:.0f} GB of memory; lower it to {memory / each / times:,.0f} at most"
-            for key, value, times, (each, what) in _counts(config, device)
-            if value * times * each > memory
-        ]
-        + [text for key, url in _urls(config).items() if (text := unreachable(key, url))]
+    config, rollout = facts.config, facts.config.actor_rollout_ref.rollout
+    if facts.trains and rollout.engine.endpoint:
+        yield (
+            "actor_rollout_ref.rollout.name=openai: an endpoint takes no weights, so there is nothing to train or to "
+            "validate in a run; `verl-like eval` asks it, or set name=vllm"
+        )
+    if facts.trains:
+        yield from problems_of(
+            lambda: require_quantization(rollout, facts.device),
+            lambda: check_machine(config, facts),
+            lambda: require_heads(rollout, facts.hf_config, facts.device),
+            lambda: check_sampling(config, facts),
+            lambda: facts.plan,
+            lambda: facts.known("train") and train_loader(config, facts.train, facts.plan),
+        )
+    yield from problems_of(
+        lambda: facts.device,
+        lambda: check_own_code(config),
+        lambda: check_models(config, facts),
+        lambda: check_data(config, facts),
+        lambda: facts.max_model_len,
+        lambda: check_rewards(facts),
+        lambda: facts.runner,
     )
+
+
+def check_machine(config: PPOConfig, facts: Facts) -> Iterator[str]:
+    """Compare counts with this machine's memory, engines with its packages, and ask addresses for an answer."""
+    yield from problems_of(lambda: _check_engines(config))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    crowds = [
+        f"{key}={value}: {value * times:,} {what} of at least {each / 1e6:g} MB are more than this machine's "
+        f"{memory / 1e9:.0f} GB of memory; lower it to {memory / each / times:,.0f} at most"
+        for key, value, times, (each, what) in _counts(config, facts.known("device"))
+        if value * times * each > memory
+    ]
+    if crowds:  # which are not to be started
+        facts.failed |= dict.fromkeys(("toolbox", "train", "val", "rewards", "runner"), ConfigError(crowds))
+    yield from crowds
+    yield from (text for key, url in _urls(config).items() if (text := unreachable(key, url)))
     ray, nodes = config.ray_init, config.trainer.nnodes
     if config.trainer.launcher == "local":
         return
@@ -54,13 +116,13 @@ def check_machine(config: PPOConfig, device: str) -> None:
 
         check_joining(ray.address, ray.num_cpus, ray.temp_dir)
     elif nodes > 1 and not getattr(sys.modules.get("ray"), "is_initialized", bool)():
-        raise ValueError(
+        yield (
             f"trainer.nnodes={nodes} with ray_init.address=null: a Ray of our own is this machine; start one on all "
             "machines (ray start) and set ray_init.address=auto, or set nnodes=1"
         )
 
 
-def _counts(config: PPOConfig, device: str) -> list[tuple[str, int, int, tuple[float, str]]]:
+def _counts(config: PPOConfig, device: str | None) -> list[tuple[str, int, int, tuple[float, str]]]:
     """List key, value, factor, and (bytes, name) of one of them, for the things that this run makes."""
     rollout, data, reward = config.actor_rollout_ref.rollout, config.data, config.reward_model
     helps = rollout.multi_turn.enable or runs_agent_loops(rollout) or runs_programs(rollout) or config.env.train.tags
@@ -81,17 +143,17 @@ def _counts(config: PPOConfig, device: str) -> list[tuple[str, int, int, tuple[f
     return [(key, value, times, takes) for used, key, value, times, takes in rows if used]
 
 
-def _check_engines(config: PPOConfig) -> None:
-    """Check that chosen engines are installed, and that vLLM takes its arguments; raises ValueError otherwise."""
+def _check_engines(config: PPOConfig) -> Iterator[str]:
+    """Check that chosen engines are installed, and that vLLM takes its arguments."""
     chosen: dict[str, RolloutConfig | RewardRolloutConfig] = {_ROLLOUT: config.actor_rollout_ref.rollout}
     if generates(config.reward_model, config.custom_reward_function):
         chosen["reward_model.rollout"] = config.reward_model.rollout
     for section, rollout in chosen.items():
-        kind = ENGINES[str(rollout.name)]
+        kind, key = ENGINES[str(rollout.name)], f"{section}.name"
         if kind.installed is not None:
-            load(kind.installed, f"{section}.name")(f"{section}.name")
+            yield from problems_of(partial(load(kind.installed, key), key))
         if section == _ROLLOUT and kind.require_arguments is not None:
-            load(kind.require_arguments, f"{section}.name")(rollout, section)
+            yield from problems_of(partial(load(kind.require_arguments, key), rollout, section))
 
 
 def _urls(config: PPOConfig) -> dict[str, str]:
@@ -121,45 +183,136 @@ def unreachable(key: str, url: str) -> str | None:
     return None
 
 
-def check_models(config: PPOConfig, device: str) -> None:
-    """Check the trainer's models: modules that keys name, backends, a compiler. Raises ValueError, naming the key."""
-    for role in roles_of(config).values():
-        if role.name == REWARD and config.reward_model.worker_class is not None:
-            continue  # of a class of the user's, which may load what it likes
-        model, section = role.model, role.model_section.removesuffix("model")
-        with_lora = role.optim is not None and model.lora_rank > 0 and not role.is_base_of_actor
-        try:
-            hf_config = loading.load_hf_config(model)
-            loading.check_backend(model, hf_config, torch.device(device))
-            if role.compile_blocks:
-                blocks.check_compiler(torch.device(device))
-            built = loading.build_meta_model(model, hf_config, kind=role.kind)
-            loading.check_weights(model, built)
-            frozen = role.freeze_vision_tower and families.sees(hf_config)
-            tower = built.hf.base_model.get_submodule("visual") if frozen else None
-            if with_lora:
-                lora.attach(built.hf, model, dtype=torch.float32, seed=0, left_out=tower)
-            section = f"{role.sharding_section}."
-            loading.sharding_units(built, role.fsdp)
-        except ValueError as error:
-            raise ValueError(f"{section}{error}") from error
+def check_models(config: PPOConfig, facts: Facts) -> Iterator[str]:
+    """Check tokenizer and models: places, files, kinds, sizes, modules that keys name, backends, a compiler."""
+    yield from facts.missing.values()
+    yield from problems_of(
+        lambda: facts.toolbox,
+        lambda: facts.eos_ids,
+        lambda: check_vision(config, facts.hf_config),
+        *(partial(_check_role, role, facts) for role in roles_of(config).values()),
+        lambda: _check_vocabulary(config, facts),
+        lambda: facts.reward_tokenizers,
+    )
 
 
-def check_sampling(
-    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, hf_config: PretrainedConfig, eos_ids: tuple[int, ...]
-) -> None:
+def _check_role(role: RoleConfig, facts: Facts) -> Iterator[str]:
+    """Check that the processes of a role can split its model and its rows, and build and train it."""
+    model, hf_config, device = role.model, facts.hf_config_of(role), facts.known("device")
+    if role.kind == "value":
+        families.refuse_vision(hf_config, f"{role.model_section}.path", "name a text model")
+    yield from problems_of(
+        lambda: loading.check_ulysses(model, hf_config, role.ulysses),
+        lambda: tensor_plan.check_model(model, hf_config, role.tensor, role.tensor_key),
+    )
+    if role.name == REWARD:
+        if facts.config.reward_model.worker_class is not None:
+            return  # it may load what it likes
+        loading.check_score_head(model, hf_config, f"{role.model_section}.path")
+    section = role.model_section.removesuffix("model")
+    yield from problems_of(lambda: _check_modules(role, hf_config, facts.trains), prefix=section)
+    if facts.trains and device is not None:
+        yield from problems_of(
+            lambda: loading.check_backend(model, hf_config, torch.device(device)),
+            lambda: blocks.check_compiler(torch.device(device)) if role.compile_blocks else None,
+            prefix=section,
+        )
+
+
+def _check_modules(role: RoleConfig, hf_config: PretrainedConfig, trains: bool) -> Iterator[str]:
+    """Check a role's weights and adapters, and the modules that its keys name; keys begin with the role's section."""
+    model, whole = role.model, loading.build_meta_model(role.model, hf_config, kind=role.kind)
+    if trains:
+        yield from problems_of(lambda: loading.check_weights(model, whole))
+        inside = role.sharding_section.removeprefix(role.model_section.removesuffix("model"))
+        yield from problems_of(lambda: loading.sharding_units(whole, role.fsdp), prefix=f"{inside}.")
+    if role.optim is not None and model.lora_rank > 0:
+        tower = families.frozen_tower(whole.hf, frozen=role.freeze_vision_tower)
+        lora.attach(whole.hf, model, dtype=torch.float32, seed=0, left_out=tower)
+        if model.lora_adapter_path is not None:
+            lora.load_adapter(whole.hf, model)
+
+
+def check_vision(config: PPOConfig, hf_config: PretrainedConfig) -> None:
+    """Refuse options that a vision-language model cannot have, before anything heavy is started (ValueError)."""
+    model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
+    if lora.adapters_apart(model):
+        families.refuse_vision(hf_config, "model.lora.merge=False", "set it to True")
+    if actor.use_torch_compile:
+        families.refuse_vision(hf_config, "actor_rollout_ref.actor.use_torch_compile=True", "set it to False")
+    if needs_critic(config.critic, config.algorithm):
+        fix = "use an estimator without one, for instance algorithm.adv_estimator=grpo"
+        families.refuse_vision(hf_config, "a critic", fix)
+
+
+def _check_vocabulary(config: PPOConfig, facts: Facts) -> None:
+    model, vocab_size = config.actor_rollout_ref.model, facts.hf_config.get_text_config().vocab_size
+    if (known := max(facts.tokenizer.get_vocab().values()) + 1) > vocab_size:
+        raise ValueError(
+            f"actor_rollout_ref.model.path={model.path}: its vocabulary has {vocab_size} ids, but the tokenizer "
+            f"({config.data.tokenizer or model.path}) knows {known}; set data.tokenizer to the model's own tokenizer"
+        )
+
+
+def check_sampling(config: PPOConfig, facts: Facts) -> None:
     """Check that bad words leave something to sample, and that tokens that stop are the model's.
 
     Raises ValueError otherwise.
     """
-    rollout, size = config.actor_rollout_ref.rollout, hf_config.get_text_config().vocab_size
+    rollout, size = config.actor_rollout_ref.rollout, facts.hf_config.get_text_config().vocab_size
     for section, keys, make in (
         (_ROLLOUT, rollout, train_sampling),
         (f"{_ROLLOUT}.val_kwargs", rollout.val_kwargs, validation_sampling),
     ):
-        require_tokens_left(make(rollout, eos_ids, tokenizer), len(tokenizer), f"{section}.")
+        require_tokens_left(make(rollout, facts.eos_ids, facts.tokenizer), len(facts.tokenizer), f"{section}.")
         if max(keys.stop_token_ids or [0]) >= size:
             raise ValueError(
                 f"{section}.stop_token_ids={keys.stop_token_ids}: the model's tokens are 0 to {size - 1}; leave the "
                 "others out"
+            )
+
+
+def check_data(config: PPOConfig, facts: Facts) -> Iterator[str]:
+    """Check the rows, and what they name, against model, tools and agent loops.
+
+    One fault of rows at a time: it is mostly a key that does not fit, and so a fault of both sets.
+    """
+    yield from problems_of(lambda: (facts.val, facts.train))
+    sets = facts.known("train"), facts.known("val")
+    yield from problems_of(
+        lambda: part("loops", "check")(sets, config.actor_rollout_ref.rollout),
+        lambda: part("tools", "check")(sets, facts.toolbox),
+    )
+    for split, dataset in zip(("train", "val"), sets, strict=True):
+        if dataset is not None and (facts.trains or split == "val"):
+            refuse_media(dataset, f"data.{split}_files", facts.hf_config)
+            dataset.check_rows()
+    refuse_media_keys(facts.data, facts.hf_config)
+    if adds := own_text(make_encoder(facts.data, facts.tokenizer)):
+        logger.info("the chat template adds where there is no system message: %r", adds)
+
+
+def refuse_media(dataset: Dataset, key: str, hf_config: PretrainedConfig) -> None:
+    """Refuse rows with images or videos that the model, or the data set's class, has no use for (ValueError)."""
+    if not dataset.num_media():
+        return
+    if not families.sees(hf_config):
+        raise ValueError(
+            f"{key}: {dataset.num_media()} rows have images or videos (data.image_key, data.video_key), but the model "
+            f"(model_type {hf_config.model_type}) reads text only. Leave such rows out"
+        )
+    if isinstance(dataset, ForeignDataset):
+        raise ValueError(
+            f"{key}: the class of data.custom_cls gives pixels (multi_modal_data), which are not available: derive it "
+            "from PromptDataset, whose rows name their images"
+        )
+
+
+def refuse_media_keys(data: DataConfig, hf_config: PretrainedConfig) -> None:
+    """Refuse columns of images or videos that were named for a model which reads text only (ValueError)."""
+    for kind, column in (("image", data.image_key), ("video", data.video_key)):
+        if column not in (None, DEFAULT_MEDIA_KEYS[kind]) and not families.sees(hf_config):
+            raise ValueError(
+                f"data.{kind}_key={column}: the model (model_type {hf_config.model_type}) reads text only; set the key "
+                "to null, or choose a model that sees"
             )

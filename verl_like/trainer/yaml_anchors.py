@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-from verl_like.config.aliases import Change, canonical
 from verl_like.config.schema import find_key, sections
+from verl_like.config.spellings import Change, canonical
 
 _PREFIXES = ("_", "x-", "x_")
 _REFERENCE = re.compile(r"\$\{([\w-]+(?:\.[\w-]+)*)\}")

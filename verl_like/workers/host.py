@@ -78,7 +78,7 @@ class RoleHost:
     """Roles of one rank of a pool."""
 
     def __init__(self, spec: WorkerSpec, env: RankEnv) -> None:
-        self._pool, self.roles = spec.pool, dict[str, Any]()
+        self.spec, self.roles = spec, dict[str, Any]()
         self._seconds = {"imports": (time.time() - env.asked_at, time.process_time())}
         with joined(spec, env) as self.process:
             self.profiler = build_profiler(spec, self.process)
@@ -121,7 +121,7 @@ class RoleHost:
         """Call a role's method in its phase. Raises RuntimeError for a role that is not here."""
         if role not in self.roles:
             hosted = ", ".join(self.roles)
-            raise RuntimeError(f"{role}.{method}() was called in the pool {self._pool}, which hosts {hosted}")
+            raise RuntimeError(f"{role}.{method}() was called in the pool {self.spec.pool}, which hosts {hosted}")
         with self.profiler.phase(role, method):
             if method not in _ANY_PHASE:
                 self.residency.enter(_PHASES.get(role, Phase.train))
@@ -143,6 +143,10 @@ class RoleHost:
     def start_seconds(self) -> dict[str, tuple[float, float]]:
         """Seconds, and CPU seconds, from the process's start to here, and for building each role of this rank."""
         return self._seconds
+
+    def differences(self) -> list[str]:
+        """List the settings that are otherwise in what this rank built than the configuration asks."""
+        return part("readback", "differences")(self.spec, self.process, self.roles)
 
     def device_peak(self) -> DevicePeak:
         """Peak of this rank's device, in the precision of its actor, or of what else it computes."""

@@ -16,7 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from verl_like.config import ProfilerConfig
-from verl_like.config.enums import ProfileTool
+from verl_like.config.trainer import ProfileTool
 
 logger = logging.getLogger(__name__)
 

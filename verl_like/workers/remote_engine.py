@@ -113,6 +113,9 @@ class RemoteEngine(RolloutEngine):
         """Weights of the engine; see RolloutEngine. None also where the process is lost."""
         return None if self.lost else super().held
 
+    def effective(self) -> Mapping[str, object]:
+        return self._there.call("effective")
+
     def open(self) -> None:
         self._require_weights()
         self._there.call("open")

@@ -164,7 +164,7 @@ class ReferenceRole:
     def _of_actor(self) -> ActorRole:
         """Return the actor of this process.
 
-        The doctor sees to it that the two share a pool where the reference needs it.
+        A rule sees to it that the two share a pool where the reference needs it (config/placement.py).
         """
         assert self._actor is not None
         return self._actor

@@ -16,15 +16,16 @@ from verl_like.algorithms.objectives import PolicyObjective
 from verl_like.algorithms.policy_losses import POLICY_LOSSES
 from verl_like.config import (
     ActorConfig,
-    KLKind,
+    ActorRolloutRefConfig,
     PolicyLossConfig,
+    PPOConfig,
     RolloutCorrectionConfig,
     SampleWeightConfig,
     ToprConfig,
 )
+from verl_like.config.actor import RatioLevel, RewardSource
 from verl_like.config.correction import IS_LEVELS, LOSS_TYPES, RS_OPTIONS
-from verl_like.config.doctor_losses import impossible_losses
-from verl_like.config.enums import RatioLevel, RewardSource
+from verl_like.config.rules import impossible
 
 # Wide windows and shares, so that few tokens suffice for every branch to be taken.
 _SELECTION = {"clip_cov_lb": 0.0, "clip_cov_ub": 9.0, "clip_cov_ratio": 0.3, "kl_cov_ratio": 0.3}
@@ -71,7 +72,7 @@ def actor_of(loss: tuple[str, ToprConfig], mode: str, kl: KLTerm, options: tuple
     keys: dict[str, Any] = {"loss_agg_mode": mode, "clip_ratio_high": 0.28, "loss_scale_factor": 5.0}
     if kl.kind is not None:
         keys |= {"use_kl_loss": True, "kl_loss_coef": 0.3, "use_unbiased_kl": kl.unbiased}
-        keys["kl_loss_type"] = KLKind(kl.kind)
+        keys["kl_loss_type"] = kl.kind
     for name in options:
         keys |= OPTIONS[name]
     return ActorConfig(policy_loss=PolicyLossConfig(loss_mode=loss[0], topr=loss[1], **_SELECTION), **keys)
@@ -106,7 +107,7 @@ class Combination:
 
 def legal(actor: ActorConfig) -> bool:
     """Whether the doctor lets it pass."""
-    return not list(impossible_losses(actor))
+    return not impossible(PPOConfig(actor_rollout_ref=ActorRolloutRefConfig(actor=actor)), "losses")
 
 
 def covering(loss: tuple[str, ToprConfig]) -> Iterator[Combination]:

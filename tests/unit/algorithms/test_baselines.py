@@ -14,9 +14,8 @@ from tests.unit.algorithms.builders import evaluated, random_mask, rollouts, sco
 from verl_like.algorithms.advantages import AdvantageInputs, compute_advantages
 from verl_like.algorithms.experience import make_experience
 from verl_like.config import ActorConfig, AlgorithmConfig
-from verl_like.config.enums import OPTIMAL_BASELINE_ESTIMATORS
 
-OTB, TIR = OPTIMAL_BASELINE_ESTIMATORS
+OPTIMAL_BASELINE_ESTIMATORS = OTB, TIR = "optimal_token_baseline", "tir_optimal_token_baseline"
 
 
 def advantages(name: str, inputs: AdvantageInputs) -> Tensor:

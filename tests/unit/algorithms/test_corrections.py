@@ -27,7 +27,7 @@ from verl_like.algorithms.policy_losses import POLICY_LOSSES
 from verl_like.batch import Evaluated, Experience, Rollouts, merge_metrics
 from verl_like.config import ActorConfig, AlgorithmConfig, OldLogProbs, PolicyLossConfig, RolloutCorrectionConfig
 from verl_like.config.correction import IS_LEVELS, RS_OPTIONS, Bounds
-from verl_like.config.enums import LOSS_AGG_MODES
+from verl_like.config.menus import AGGREGATIONS as LOSS_AGG_MODES
 
 Config = RolloutCorrectionConfig
 MASK = torch.tensor([[1, 1, 0, 1, 1], [1, 1, 1, 0, 0]]).bool()  # tool text in the first row, padding in the second

@@ -42,7 +42,8 @@ from verl_like.config import (
     RewardScalingConfig,
     RolloutCorrectionConfig,
 )
-from verl_like.config.enums import ADV_ESTIMATORS, AgentNormMethod, TruncatedRows
+from verl_like.config.menus import ESTIMATORS
+from verl_like.config.shaping import AgentNormMethod, TruncatedRows
 
 WIDTH = 8
 Batch = tuple[Rollouts, Scores, Evaluated]
@@ -121,7 +122,7 @@ ROWS_ONLY = ("rollout_corr/", "training/rows_empty")  # ratios of rows, by desig
 
 
 @pytest.mark.parametrize("shaping", SHAPING)
-@pytest.mark.parametrize("estimator", sorted({*ADV_ESTIMATORS, "remax"}))
+@pytest.mark.parametrize("estimator", sorted({*ESTIMATORS, "remax"}))
 def test_every_estimator_gives_rows_the_credit_of_their_episode(estimator: str, shaping: str) -> None:
     algorithm = algorithm_of(estimator, **SHAPING[shaping])
     if estimator == "maxrl" and shaping in ("kl", "full kl", "tokens"):
@@ -141,7 +142,7 @@ def test_every_estimator_gives_rows_the_credit_of_their_episode(estimator: str, 
         same(found_metrics, metrics, ROWS_ONLY)
 
 
-@pytest.mark.parametrize("estimator", sorted({*ADV_ESTIMATORS, "remax"}))
+@pytest.mark.parametrize("estimator", sorted({*ESTIMATORS, "remax"}))
 def test_episodes_of_one_row_are_rows_bit_by_bit(estimator: str) -> None:
     rows, graded, known = batch(4)
     rows = rows.replace(step_rewards_BR=None)

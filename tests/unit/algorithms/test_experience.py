@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.unit.algorithms.builders import evaluated, rollouts, scores
 from verl_like.algorithms.experience import make_experience, place_on_last_token
 from verl_like.batch import Evaluated, Rollouts, Scores
-from verl_like.config import ActorConfig, AlgorithmConfig, KLKind
+from verl_like.config import ActorConfig, AlgorithmConfig
 
 GRPO = AlgorithmConfig(adv_estimator="grpo")
 ACTOR = ActorConfig()
@@ -56,7 +56,7 @@ def test_kl_in_reward_by_hand() -> None:
 
 def test_exact_kl_in_reward() -> None:
     """kl_penalty=full: the engine's own number per token, 0.25 on three tokens and 2 on one."""
-    algorithm = AlgorithmConfig(adv_estimator="grpo", use_kl_in_reward=True, kl_penalty=KLKind.full)
+    algorithm = AlgorithmConfig(adv_estimator="grpo", use_kl_in_reward=True, kl_penalty="full")
     batch = rollouts((3, 1), [0, 0])
     said = evaluated(batch)
     with pytest.raises(ValueError, match="kl_penalty=full"):

@@ -36,8 +36,7 @@ from verl_like.algorithms.objectives import PolicyObjective
 from verl_like.algorithms.policy_losses import POLICY_LOSSES
 from verl_like.algorithms.preparation import prepare_batch, prepare_minibatch
 from verl_like.batch import Denominators, Experience, Metric, merge_metrics
-from verl_like.config import ActorConfig, AlgorithmConfig
-from verl_like.config.enums import LOSS_MODES
+from verl_like.config import ActorConfig, AlgorithmConfig, menus
 from verl_like.flat_columns import on_rows
 
 WIDTH = 8
@@ -138,7 +137,7 @@ def proves(combination: Combination, seed: int, lengths: tuple[int, ...], cut: C
 
 
 def test_nothing_registered_is_left_out() -> None:
-    assert {name for name, _ in LOSSES} == set(POLICY_LOSSES.names()) == set(LOSS_MODES)
+    assert {name for name, _ in LOSSES} == set(POLICY_LOSSES.names()) == set(menus.LOSSES)
     for loss in LOSSES:
         seen = list(covering(loss))
         assert {one.actor.loss_agg_mode for one in seen} == set(AGGREGATIONS.names())

@@ -17,10 +17,12 @@ from verl_like.algorithms.objectives import PolicyObjective
 from verl_like.algorithms.policy_losses import POLICY_LOSSES
 from verl_like.algorithms.preparation import prepare_batch, prepare_minibatch
 from verl_like.batch import Experience
-from verl_like.config import ActorConfig, KLKind, PolicyLossConfig, SampleWeightConfig, ToprConfig
-from verl_like.config.loss_knobs import FIXED_AGGREGATION, IDLE_AT_RATIO_ONE, READ_BY, SELECTING_LOSSES
+from verl_like.config import ActorConfig, PolicyLossConfig, SampleWeightConfig, ToprConfig
+from verl_like.config.menus import LOSSES as ROWS
+from verl_like.config.menus import readers
 
 LOSSES = POLICY_LOSSES.names()
+READ_BY = readers(ROWS)
 # Values far enough from the defaults to show in a random batch.
 OTHER = {
     "clip_ratio": 0.01,
@@ -92,15 +94,17 @@ def test_which_loss_reads_which_knob(key: str) -> None:
     assert readers == set(READ_BY[key])
 
 
-@pytest.mark.parametrize("key", IDLE_AT_RATIO_ONE)
+@pytest.mark.parametrize("key", READ_BY)
 def test_which_knobs_need_ratios_other_than_one(key: str) -> None:
     """Where the update takes its own log-probs as the old ones, these change no gradient, as the doctor says."""
     rows = experience(6, lengths=(8, 5, 7, 3, 6, 8, 2, 4)).replace(old_log_probs_BR=None)
-    for name in set(READ_BY[key]) - set(SELECTING_LOSSES):
+    for name in (name for name in READ_BY[key] if not ROWS[name].selects):
         plain, changed = (
             numbers(with_key(k, other_value(key), policy_loss={"loss_mode": name}), rows) for k in (None, key)
         )
-        assert changed["gradient"] == pytest.approx(plain["gradient"], rel=1e-9), name
+        same = changed["gradient"] == pytest.approx(plain["gradient"], rel=1e-9)
+        equal_weights = key == "policy_loss.topr.ratio_level"  # then the level shows in ratios alone
+        assert same is (key in ROWS[name].of_ratio or equal_weights), name
 
 
 def test_every_knob_of_a_loss_has_a_row() -> None:
@@ -119,7 +123,7 @@ def test_loss_agg_mode_acts_where_the_table_says(name: str) -> None:
         numbers(with_key("loss_agg_mode", mode, policy_loss={"loss_mode": name} | WIDE))["loss"]
         for mode in AGGREGATIONS.names()
     }
-    assert len(values) == (1 if name in FIXED_AGGREGATION else len(AGGREGATIONS.names()))
+    assert len(values) == (1 if ROWS[name].aggregation else len(AGGREGATIONS.names()))
 
 
 # key, value, settings in both runs -> metrics that may change besides loss and gradient
@@ -128,7 +132,7 @@ SWITCHES = [
     ("entropy_coeff", 0.2, {}, set()),
     ("use_kl_loss", True, {"kl_loss_coef": 0.3}, {"kl_loss"}),
     ("kl_loss_coef", 0.7, KL, set()),
-    ("kl_loss_type", KLKind.abs, KL, {"kl_loss"}),
+    ("kl_loss_type", "abs", KL, {"kl_loss"}),
     ("use_unbiased_kl", True, KL, {"kl_loss"}),
     ("rl_loss_coef", 0.5, KL, set()),
     ("sft_loss_coef", 0.5, {}, {"sft_loss"}),
@@ -150,7 +154,7 @@ def test_a_switch_moves_its_numbers_and_only_those(key: str, value: Any, common:
 
 IDLE_SWITCHES = [
     {"kl_loss_coef": 0.9},
-    {"kl_loss_type": KLKind.abs},
+    {"kl_loss_type": "abs"},
     {"use_unbiased_kl": True},
     {"loss_scale_factor": 3.0},
     {"sample_weight": SampleWeightConfig(difficulty_key="hard")},
@@ -235,7 +239,7 @@ def test_unbiased_kl_has_the_exact_expectation_and_gradient(kind: str) -> None:
     )
     for unbiased in (True, False):
         actor = ActorConfig(
-            use_kl_loss=True, kl_loss_coef=1.0, use_unbiased_kl=unbiased, kl_loss_type=KLKind(kind),
+            use_kl_loss=True, kl_loss_coef=1.0, use_unbiased_kl=unbiased, kl_loss_type=kind,
             loss_agg_mode="token-sum",
         )  # fmt: skip
         expectation = torch.zeros((), dtype=torch.float64)
@@ -260,7 +264,7 @@ def test_ratio_skip_by_hand() -> None:
 
 def test_sample_weights_act_on_the_policy_loss_alone() -> None:
     rows = one_token_rows(sample_weight_B=torch.tensor([1.5, 0.5]), score_B=torch.ones(2))
-    side = {"use_kl_loss": True, "kl_loss_type": KLKind.mse, "kl_loss_coef": 1.0, "sft_loss_coef": 1.0}
+    side = {"use_kl_loss": True, "kl_loss_type": "mse", "kl_loss_coef": 1.0, "sft_loss_coef": 1.0}
     _, gradient, metrics = run(ActorConfig(**side), rows, [-1.0, -1.0])
     assert metrics["pg_loss"] == pytest.approx(-1.0) and metrics["sft_loss"] == pytest.approx(1.0)
     assert gradient == pytest.approx([-0.75 - 0.5, -0.25 - 0.5])

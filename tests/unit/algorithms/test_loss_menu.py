@@ -17,8 +17,7 @@ from verl_like.algorithms.objectives import PolicyObjective
 from verl_like.algorithms.policy_losses import POLICY_LOSSES, PolicyBatch, TokenLoss
 from verl_like.batch import Experience
 from verl_like.config import ActorConfig, PolicyLossConfig, ToprConfig
-from verl_like.config.enums import LOSS_MODES
-from verl_like.config.loss_knobs import FIXED_AGGREGATION, SELECTING_LOSSES
+from verl_like.config.menus import LOSSES
 
 ACTOR = ActorConfig(
     clip_ratio_low=0.1,
@@ -38,10 +37,6 @@ def gradient_of(name: str, batch: PolicyBatch) -> list[float]:
     return gradient[0].tolist()
 
 
-def test_configuration_offers_the_menu() -> None:
-    assert sorted(LOSS_MODES) == POLICY_LOSSES.names()
-
-
 def test_aggregation_of_gspo_is_the_papers_unless_one_is_set() -> None:
     """verl's command line is honoured; without one, rows count the same."""
     rows = experience(2)
@@ -50,17 +45,22 @@ def test_aggregation_of_gspo_is_the_papers_unless_one_is_set() -> None:
         actor = ActorConfig(policy_loss=PolicyLossConfig(loss_mode=name), loss_agg_mode=mode)
         return PolicyObjective(actor)(outputs_for(rows), rows, denominators(rows))[0].item()
 
-    for name in LOSS_MODES:
+    for name in LOSSES:
         default = {"gspo": "seq-mean-token-mean", "gspo_token": "seq-mean-token-mean"}.get(name, "token-mean")
-        if name not in SELECTING_LOSSES:
+        if not LOSSES[name].selects:
             assert value(name, None) == value(name, default)
     for name in ("gspo", "gspo_token"):
         assert value(name, "token-mean") != pytest.approx(value(name, None))
 
 
-def test_configuration_knows_which_losses_prescribe_their_aggregation() -> None:
-    entries = {name: POLICY_LOSSES.lookup(name).aggregation for name in LOSS_MODES}
-    assert {name: mode for name, mode in entries.items() if mode is not None} == FIXED_AGGREGATION
+def test_losses_that_prescribe_their_aggregation() -> None:
+    entries = {name: POLICY_LOSSES.lookup(name).aggregation for name in LOSSES}
+    assert {name: mode for name, mode in entries.items() if mode is not None} == {
+        "geo_mean": "seq-mean-token-mean",
+        "sapo": "seq-mean-token-mean",
+        "luspo": "seq-mean-token-sum",
+        "vespo": "token-mean",
+    }
 
 
 def sigmoid(x: float) -> float:
@@ -268,7 +268,7 @@ def test_losses_equal_a_naive_loop(name: str, seed: int) -> None:
 
 
 def test_every_loss_but_vanilla_has_a_naive_loop() -> None:
-    assert set(NAIVE) == set(LOSS_MODES) - {"vanilla"}
+    assert set(NAIVE) == set(LOSSES) - {"vanilla"}
 
 
 # ---- gradients that finite differences do not see
@@ -304,7 +304,7 @@ def test_gspo_and_gspo_token_agree_where_a_row_has_one_advantage(seed: int) -> N
     assert not torch.allclose(gradient("gspo", weight_R), gradient("gspo_token", weight_R), atol=1e-2)
 
 
-@pytest.mark.parametrize("name", LOSS_MODES)
+@pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("gap", [1e3, -1e3, 88.0])
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
 def test_a_row_that_went_far_on_one_side_stays_finite(name: str, gap: float, advantage: float) -> None:
@@ -365,7 +365,7 @@ def test_topr_from_scores_ignores_the_advantages(level: str) -> None:
 
 def test_losses_that_need_a_selection_say_so() -> None:
     batch = dataclasses.replace(batch_of([1.0], [1.0]), selected_BR=None)
-    for name in SELECTING_LOSSES:
+    for name in ("clip_cov", "kl_cov"):
         with pytest.raises(ValueError, match="need tokens selected over the mini-batch"):
             run(name, batch)
 

@@ -9,7 +9,7 @@ from verl_like.algorithms.aggregate import AGGREGATIONS
 from verl_like.algorithms.kl import KL_ESTIMATORS
 from verl_like.algorithms.policy_losses import POLICY_LOSSES
 from verl_like.algorithms.registry import Registry
-from verl_like.config import KLControlType, KLKind
+from verl_like.config import KLControlType
 
 DOCS = Path(__file__).parents[3] / "docs" / "algorithms.md"
 
@@ -26,7 +26,7 @@ def test_unknown_name_says_key_names_and_a_guess() -> None:
     with pytest.raises(ValueError, match=r"algorithm.adv_estimator='grop' is not known. Did you mean 'grpo'\?.*gae"):
         ADVANTAGES.lookup("grop")
     with pytest.raises(ValueError, match="'full' is not known"):
-        KL_ESTIMATORS.lookup(KLKind.full)
+        KL_ESTIMATORS.lookup("full")
 
 
 def test_a_name_is_taken_once() -> None:
@@ -34,6 +34,8 @@ def test_a_name_is_taken_once() -> None:
     menu.register("one")(1)
     with pytest.raises(ValueError, match="registered twice"):
         menu.register("one")(2)
+    with pytest.raises(ValueError, match=r"algorithm.adv_estimator: the name 'grpo' is registered twice"):
+        ADVANTAGES.register("grpo")(lambda inputs, algorithm: inputs)  # it has a row
 
 
 MENUS = [ADVANTAGES, POLICY_LOSSES, AGGREGATIONS, KL_ESTIMATORS]

@@ -10,8 +10,7 @@ from verl_like.algorithms.objectives import PolicyObjective
 from verl_like.algorithms.preparation import select_tokens, token_covariance
 from verl_like.batch import Experience, merge_metrics
 from verl_like.config import ActorConfig, PolicyLossConfig
-from verl_like.config.enums import LOSS_MODES
-from verl_like.config.loss_knobs import SELECTING_LOSSES
+from verl_like.config.menus import LOSSES
 
 SEED = (1, 2, 0, 0)
 
@@ -94,7 +93,7 @@ def test_the_draw_follows_the_seed_alone() -> None:
 
 def test_only_these_losses_select_and_they_need_old_log_probs() -> None:
     rows = experience(0)
-    assert {mode for mode in LOSS_MODES if select_tokens(rows, actor(mode), SEED) is not None} == set(SELECTING_LOSSES)
+    assert {mode for mode in LOSSES if select_tokens(rows, actor(mode), SEED) is not None} == {"clip_cov", "kl_cov"}
     with pytest.raises(ValueError, match="old_log_probs=recompute"):
         select_tokens(rows.replace(old_log_probs_BR=None), actor("kl_cov"), SEED)
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from tests.unit.bench.tiny import LOAD, MODEL, bench, use_tiny_shapes
+from tests.worlds.processes import forks
 from verl_like.batch import Metric
 from verl_like.cli.main import main
-from verl_like.kit.bench import log_prob, rollout, shapes, sync, update
+from verl_like.kit.bench import engine_process, log_prob, rollout, shapes, sync, update
 from verl_like.kit.bench.inputs import grouped_rows
 from verl_like.kit.bench.phase import phase_job
 from verl_like.kit.bench.report import Report
@@ -163,7 +164,8 @@ def test_sync_counts_bytes_and_names_stages(tmp_path: Path) -> None:
     assert first.seconds is not None and first.figures["GB/s"] == pytest.approx(4 * ALL / first.seconds / 1e9)
 
 
-def test_sync_to_an_engine_in_another_process(tmp_path: Path) -> None:
+def test_sync_to_an_engine_in_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_process, "get_context", lambda method: forks())
     report = bench(tmp_path / "a.json", "sync", "--engine", "hf", "--rounds", "1", "--channel", "broadcast")
     assert [row.name for row in report.rows] == [WITH, WITHOUT]
     assert report.work["channel"] == "broadcast" and report.figures["bytes"] == 4 * ALL

@@ -7,9 +7,10 @@ import re
 import pytest
 
 from verl_like.cli.main import main
-from verl_like.config.aliases import RENAMED, renamed
 from verl_like.config.errors import ConfigError
+from verl_like.config.names import VERL, table
 from verl_like.config.schema import keys
+from verl_like.config.spellings import renamed
 from verl_like.kit.explaining import explain, other_names
 
 KL = "actor_rollout_ref.actor.kl_loss_coef"
@@ -48,7 +49,9 @@ def test_sections_choices_and_old_spellings() -> None:
 
 def test_every_other_name_of_verls_leads_there() -> None:
     found = {name: key for key in keys() for name in other_names(key) if "'s " not in name}
-    assert len(found) > len(RENAMED) and all(renamed(name) == key for name, key in found.items())
+    assert len(found) > sum(row.renames for row in table(VERL)) and all(
+        renamed(name) == key for name, key in found.items()
+    )
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ from verl_like.config.base import (
     subset_of,
     such_that,
 )
-from verl_like.config.schema import declared_idle, keys, sections
+from verl_like.config.rule import declared
+from verl_like.config.schema import keys, sections
 from verl_like.user_code import note_registered
 
 
@@ -119,18 +120,18 @@ def test_every_default_is_in_range():
 
 
 def test_what_a_declaration_says_of_idleness_names_real_keys():
-    rows = list(declared_idle())
+    rows = list(declared())
     assert len(rows) > 50
     for row in rows:
-        deciding = row.why.partition(" is ")[0]
+        deciding = row.says.partition(" is ")[0]
         assert deciding in keys(), row
         (covered,) = row.keys
         assert covered in keys() or covered.rstrip(".") in sections(), row
-        row.when(PPOConfig())
+        list(row.findings(PPOConfig()))
 
 
 def test_a_condition_names_the_key_beside_it_in_each_section_that_shares_the_declaration():
-    why = {row.keys: row.why for row in declared_idle()}
+    why = {row.keys: row.says for row in declared()}
     assert why[("critic.optim.num_cycles",)] == "critic.optim.warmup_style is constant"
     assert why[("ray_init.",)] == "trainer.launcher is local"
 

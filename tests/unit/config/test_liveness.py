@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from verl_like.config.aliases import DEPRECATED, Change
-from verl_like.config.availability import NO_EFFECT, NOT_YET
 from verl_like.config.outcomes import GRADED, LOST
 from verl_like.config.schema import Key, get_value, keys
+from verl_like.config.spellings import Change, deprecated, no_effect, not_yet
+from verl_like.kit.docs.configuration import with_tables
 from verl_like.kit.docs.readers import PACKAGE, _attribute_types, _Nodes, _Scope, _scopes, readers
 from verl_like.trainer.compose import _apply, _base, to_config
 
@@ -112,7 +112,7 @@ def sample(key: Key) -> Any:
 ONLY_BELOW_ONE = ("gamma", "lam", "top_p")  # 1 is the largest value
 
 
-ONLY_ALONE = set(DEPRECATED)  # a global size and its successor exclude each other
+ONLY_ALONE = set(deprecated())  # a global size and its successor exclude each other
 
 
 @cache
@@ -145,19 +145,19 @@ def read_by() -> dict[str, list[str]]:
 
 
 def legal_without_reader() -> set[str]:
-    return {*NOT_YET, *NO_EFFECT}
+    return {*not_yet(), *no_effect()}
 
 
 def test_every_key_is_read_or_accounted_for():
     table = read_by()
     assert set(table) == set(keys())
     silent = [key for key, modules in table.items() if not modules and key not in legal_without_reader()]
-    assert silent == [], "keys that nobody reads: read them, or give them a row in verl_like/config/availability.py"
+    assert silent == [], "keys that nobody reads: read them, or give them a row in verl_like/config/names/verl.txt"
 
 
 def test_no_effect_keys_are_really_not_read():
     table = read_by()
-    assert {key: table[key] for key in NO_EFFECT if table[key]} == {}
+    assert {key: table[key] for key in no_effect() if table[key]} == {}
 
 
 def reads_of(source: str) -> set[tuple[str, str]]:
@@ -194,3 +194,11 @@ def test_the_documentation_page_is_current():
     missing = [path for path, key in keys().items() if key.doc.replace("|", "\\|") not in text]
     assert missing == [], "run python -m verl_like.kit.docs.configuration"
     assert "**nobody**" not in text
+
+
+def test_the_tables_of_the_algorithms_are_current():
+    page = (PACKAGE.parent / "docs" / "algorithms.md").read_text()
+    assert with_tables(page) == page, "run python -m verl_like.kit.docs.configuration"
+    with pytest.raises(ValueError, match="lacks <!-- begin table kl"):
+        with_tables(page.replace("begin table kl", "table kl"))
+    assert with_tables(page.replace("| `rloo` | s_i - mean", "| `rloo` | s_i + mean")) == page

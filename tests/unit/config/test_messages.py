@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from verl_like.config import PPOConfig
-from verl_like.config.doctor import check
 from verl_like.config.errors import ConfigError
+from verl_like.config.rules import check
 from verl_like.config.schema import from_dict, get_value, keys, to_dict
 
 ROWS = [

@@ -102,7 +102,7 @@ def test_the_table_shows_every_pool() -> None:
         (
             [*OWN_ROLLOUT, "actor_rollout_ref.rollout.n_gpus_per_node=1",
              "trainer.placement={rollout:{roles:[critic]}}"],
-            "another pool has this name already",
+            "another pool has the name rollout already",
         ),
         (["trainer.placement={main:{}}"], "any name but worker and main"),
         (["trainer.placement={main:2}"], "any name but worker and main"),
@@ -142,16 +142,16 @@ def test_the_table_shows_every_pool() -> None:
             "there is no engine to be in a pool of its own",
         ),
         (["trainer.launcher=local", "trainer.placement={a:{roles:[critic]}}"], "set trainer.launcher=ray"),
-        (list(OWN_ROLLOUT), "n_gpus_per_node = 0: the pool of rollout needs both sizes above 0"),
+        (list(OWN_ROLLOUT), "n_gpus_per_node=0: the pool of rollout needs both sizes above 0"),
         (
             ["actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.model.lora_rank=4",
              "trainer.placement={a:{roles:[ref]}}"],
-            "with actor_rollout_ref.model.lora_rank=4 it is the actor",
+            "with actor_rollout_ref.model.lora_rank=4: with LoRA ref is the actor",
         ),
         (
             ["actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_loss_type=full",
              "trainer.placement={a:{roles:[ref]}}"],
-            "it reads the rows together with the actor",
+            "ref reads the rows together with the actor",
         ),
     ],
 )  # fmt: skip

@@ -23,7 +23,7 @@ SEED_KEYS = Path(__file__).with_name("seed_keys.txt").read_text().split()
 
 
 def test_import_is_light():
-    code = "import sys, verl_like.config.doctor, verl_like.config.batch_plan, verl_like.config.aliases;"
+    code = "import sys, verl_like.config.rules, verl_like.config.batch_plan, verl_like.config.spellings;"
     code += "heavy = {'torch', 'omegaconf', 'hydra', 'ray', 'numpy'} & set(sys.modules); assert not heavy, heavy"
     root = Path(__file__).resolve().parents[3]
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root)
@@ -31,7 +31,7 @@ def test_import_is_light():
 
 @pytest.mark.parametrize("key", SEED_KEYS)
 def test_seed_key_exists_or_is_an_alias(key):
-    from verl_like.config.aliases import Change, canonical
+    from verl_like.config.spellings import Change, canonical
 
     path = key.removesuffix(".*")
     (change,) = canonical([Change(path, "x")])[0]

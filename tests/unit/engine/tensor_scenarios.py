@@ -18,9 +18,8 @@ from tests.unit.engine.tiny import (
     weights,
 )
 from verl_like.batch import Experience
-from verl_like.config.enums import OptimizerName
 from verl_like.config.fsdp import FSDPConfig
-from verl_like.config.optim import OptimConfig
+from verl_like.config.optim import OptimConfig, OptimizerName
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.models import lora
 from verl_like.parallel.dist import ProcessInfo

@@ -13,9 +13,8 @@ from tests.unit.engine.scenarios import gradients
 from tests.unit.engine.tiny import PolicyLoss, ValueLoss, build_engine, denominators, experience, weights
 from verl_like.batch import Experience, Metric
 from verl_like.config.batch_plan import MicroBatchRule
-from verl_like.config.enums import FusedBackend
 from verl_like.config.fsdp import FSDPConfig
-from verl_like.config.model import FusedKernelConfig
+from verl_like.config.model import FusedBackend, FusedKernelConfig
 from verl_like.config.optim import OptimConfig
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.parallel.dist import ProcessInfo

@@ -15,7 +15,7 @@ from verl_like.batch import Metric, merge_metrics
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.parallel.fsdp import gather
 
-NAMES = [combination.actor.policy_loss.loss_mode for combination in losses.chosen()]
+NAMES = [name for name, _ in losses.LOSSES]  # of losses.chosen()
 PLAIN = {"use_remove_padding": False, "use_fused_kernels": False}
 
 

@@ -22,7 +22,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from tests.worlds.processes import START_METHOD
+from tests.worlds.processes import START_METHOD, forks
 from verl_like.batch import Denominators, Experience, Metric, pad_rows
 from verl_like.config.batch_plan import MicroBatchRule
 from verl_like.config.fsdp import FSDPConfig
@@ -182,6 +182,7 @@ def spawn_ranks(world_size: int, function: Callable[..., Any], folder: Path, *ar
     """function(process, *args) on every rank of a gloo group; what each returned."""
     folder.mkdir(parents=True, exist_ok=True)
     about = (world_size, free_port(), function, str(folder), args)
+    forks()
     mp.start_processes(_rank_main, (dict(os.environ), *about), nprocs=world_size, start_method=START_METHOD)
     return [torch.load(folder / f"result_{rank}.pt", weights_only=False) for rank in range(world_size)]
 

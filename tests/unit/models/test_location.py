@@ -12,8 +12,9 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub.errors import EntryNotFoundError
 
+from verl_like.config.errors import raise_if_any
 from verl_like.models.loading import load_hf_config, load_tokenizer
-from verl_like.models.location import check_location, check_locations
+from verl_like.models.location import check_location, missing_places
 from verl_like.trainer.compose import compose
 
 A = "actor_rollout_ref.model.path"
@@ -63,10 +64,10 @@ def test_folders(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_role_names_its_own_key(model: Path) -> None:
     settings = [f"{A}={model}", "critic.model.path=/no/critic", "algorithm.adv_estimator=gae"]
     with pytest.raises(ValueError, match=r"^critic\.model\.path=/no/critic: there is no such folder"):
-        check_locations(compose(settings))
+        raise_if_any(missing_places(compose(settings)).values())
     settings = [f"{A}={model}", "reward_model.enable=true", f"reward_model.model.path={model}"]
     with pytest.raises(ValueError, match=r"^reward_model\.model\.input_tokenizer=/no/t"):
-        check_locations(compose([*settings, "reward_model.model.input_tokenizer=/no/t"]))
+        raise_if_any(missing_places(compose([*settings, "reward_model.model.input_tokenizer=/no/t"])).values())
 
 
 def test_a_hub_name_is_asked_for_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -111,18 +112,18 @@ def test_a_tokenizer_on_the_hub_needs_only_one_of_its_usual_files(monkeypatch: p
         check_location("data.tokenizer", "some/model", "tokenizer_config.json", "tokenizer.json")
 
 
-def test_no_arguments_at_all_name_the_default_before_torch_is_imported(tmp_path: Path) -> None:
-    """A second of a fresh interpreter: `python -m verl_like.trainer.main_ppo`, and what it had imported at its end."""
+def test_no_arguments_at_all_name_the_default_before_anything_starts(tmp_path: Path) -> None:
+    """A fresh interpreter: `python -m verl_like.trainer.main_ppo`, and what it had imported at its end."""
     script = (
         "import sys; from verl_like.trainer.main_ppo import main; sys.argv[1:] = []\n"
-        "try: main()\nfinally: print('torch' in sys.modules)"
+        "try: main()\nfinally: print('ray' in sys.modules)"
     )
     run = subprocess.run([sys.executable, "-c", script], env={"HOME": str(tmp_path), "PYTHONPATH": ":".join(sys.path)},
                          cwd=tmp_path, capture_output=True, text=True)  # fmt: skip
     assert run.returncode == 1 and run.stdout == "False\n", run.stderr
     for key in (A, "data.train_files", "data.val_files"):
         assert f"{key} is not set (its default is an example, which is not on this machine): name " in run.stderr
-    assert not any(word in run.stderr for word in ("Traceback", "deepseek", "gsm8k"))
+    assert not any(word in run.stderr for word in ("Traceback", "deepseek", "gsm8k")) and not [*tmp_path.iterdir()]
 
 
 def test_a_folder_without_a_tokenizer(make_tiny_model: Callable[..., Path], tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.observe.run_factory import healthy
-from verl_like.config.enums import HEALTH_RULES
+from verl_like.config.trainer import HEALTH_RULES
 from verl_like.observe.health import RULES, Verdict, check_health
 from verl_like.observe.health_watch import HealthWatch
 from verl_like.observe.trackers import JsonlTracker

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,6 +75,19 @@ def right(future: Future[Completion], seed: int, tokens: int = 100) -> bool:
     return completion.token_ids == tokens_of(seed, tokens).tolist() and completion.finish_reason == "length"
 
 
+def replicas(router: Router) -> list[Any]:
+    return router._replicas
+
+
+def entries(router: Router) -> dict[str, Any]:
+    """What was submitted and has not ended, by request id."""
+    return router._entries
+
+
+def set_lengths(engine: FakeTimeEngine, length_of: Callable[[GenerationRequest], int]) -> None:
+    engine._length_of = length_of
+
+
 def test_work_is_spread_by_tokens_to_come() -> None:
     fleet = Fleet(2)
     fleet.router.submit(request(0, 1000))
@@ -81,7 +95,7 @@ def test_work_is_spread_by_tokens_to_come() -> None:
         fleet.router.submit(request(i, 200))
     assert fleet.at_replicas() == [["r0"], ["r1", "r2", "r3"]]
     fleet.clock.run()
-    assert [replica.load for replica in fleet.router._replicas] == [0, 0]
+    assert [replica.load for replica in replicas(fleet.router)] == [0, 0]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -90,21 +104,21 @@ def test_each_goes_to_the_one_that_has_least_to_do_whatever_happened_before(seed
     fleet, dice = Fleet(5, capacity=4), random.Random(seed)
     router, alive = fleet.router, []
     for i in range(600):
-        with_place = [r for r in router._replicas if len(r.running) < 4]
+        with_place = [r for r in replicas(router) if len(r.running) < 4]
         best = min(with_place, key=lambda r: (r.load, r.number)) if with_place else None
         router.submit(request(i, dice.choice([10, 50, 200])))
         alive.append(f"r{i}")
-        found = [r for r in router._replicas if f"r{i}" in r.running]
+        found = [r for r in replicas(router) if f"r{i}" in r.running]
         assert found == ([] if best is None else [best])
         what = dice.random()
         if what < 0.5:
             fleet.clock.run(fleet.clock.now + dice.random())
         elif what < 0.6:
             router.snapshot()
-        elif what < 0.8 or len(router._entries) > 18:
+        elif what < 0.8 or len(entries(router)) > 18:
             router.abort([alive.pop(dice.randrange(len(alive))) for _ in range(min(3, len(alive)))])
             fleet.clock.run(fleet.clock.now)
-        while best is None and len(router._entries) > router._num_running:
+        while best is None and len(entries(router)) > router._num_running:
             fleet.clock.run(fleet.clock.now + 0.5)  # somebody waits: `_admit` is tested elsewhere
     assert len(router._loads) <= 4 * 5 + 64
 
@@ -126,14 +140,15 @@ def test_what_is_in_hand_can_be_read_meanwhile() -> None:
 
 def test_what_ended_tells_what_to_expect_of_its_source() -> None:
     fleet = Fleet(2, source_of=lambda request: "short" if len(request.prompt_ids) == 10 else "long")
-    fleet.engines[0]._length_of = fleet.engines[1]._length_of = lambda r: 5 if len(r.prompt_ids) == 10 else 500
+    for engine in fleet.engines:
+        set_lengths(engine, lambda r: 5 if len(r.prompt_ids) == 10 else 500)
     fleet.router.submit(request(0, 1000)), fleet.router.submit(request(1, 1000, prompt=11))
     fleet.clock.run()
     fleet.router.submit(request(2, 1000, prompt=11))
     for i in range(3, 6):
         fleet.router.submit(request(i, 1000))
     assert fleet.at_replicas() == [["r2"], ["r3", "r4", "r5"]]
-    assert [replica.load for replica in fleet.router._replicas] == [511, 45]
+    assert [replica.load for replica in replicas(fleet.router)] == [511, 45]
 
 
 def test_a_session_stays_with_its_replica() -> None:
@@ -342,7 +357,7 @@ def test_close_fails_what_is_pending() -> None:
 def _rounds(speeds: Sequence[float], deterministic: bool) -> list[list[str]]:
     fleet = Fleet(3, capacity=5, speeds=speeds, deterministic=deterministic)
     for engine in fleet.engines:
-        engine._length_of = lambda request: 1 + (request.seed or 0) * 37 % 211
+        set_lengths(engine, lambda request: 1 + (request.seed or 0) * 37 % 211)
     for part in range(2):
         fleet.router.hold()
         first = 100 * part
@@ -373,7 +388,7 @@ def test_a_deterministic_round_knows_nothing_of_the_rounds_before() -> None:
     """Neither what sessions chose there nor, without a source, what lengths were seen."""
     fleet = Fleet(2, capacity=None, deterministic=True, source_of=lambda request: None)  # type: ignore[arg-type]
     for engine in fleet.engines:
-        engine._length_of = lambda request: 1
+        set_lengths(engine, lambda request: 1)
     for sessions in ("abc", "bac"):
         fleet.router.hold()
         first = 10 * len(fleet.orders[0])
@@ -510,7 +525,7 @@ def test_a_broken_engine_is_a_dead_replica(threaded: Make, requeue: bool) -> Non
     router, rollouts = threaded(2, requeue=requeue)
     futures = [router.submit(request(i, 50_000)) for i in range(4)]
     limit = time.monotonic() + LIMIT_S
-    while not all(len(router._entries[f"r{i}"].so_far) for i in range(4)) and time.monotonic() < limit:
+    while not all(len(entries(router)[f"r{i}"].so_far) for i in range(4)) and time.monotonic() < limit:
         time.sleep(0.005)  # the links report progress by themselves
     rollouts[0].fake.failure = KeyError("broken step")
     for i, future in enumerate(futures):
@@ -531,7 +546,7 @@ def test_a_replica_that_died_idle_is_found_by_the_next_request(threaded: Make) -
     router, rollouts = threaded(2, requeue=True)
     rollouts[0]._loop.close()
     assert right(_done(router.submit(request(1, 5))), 1, 5)
-    assert not router._replicas[0].alive
+    assert not replicas(router)[0].alive
 
 
 def test_a_refused_request_in_threads(threaded: Make) -> None:

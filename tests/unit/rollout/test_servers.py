@@ -79,6 +79,9 @@ def test_sglang_is_for_cuda() -> None:
     found = options(command)
     assert command[2] == "sglang.launch_server" and found["context-length"] == ["64"] and found["dp-size"] == ["2"]
     assert found["mem-fraction-static"] == ["0.5"] and found["disable-cuda-graph"] == []
+    rollout = RewardRolloutConfig(name="sglang", enforce_eager=False, cudagraph_capture_sizes=[1, 4])
+    found = options(server_command(rollout, "/m/judge", device="cuda", **PLACE))
+    assert found["cuda-graph-bs-decode"] == ["1", "4"]  # SGLang 0.5.23 has one list for each phase
     with pytest.raises(ValueError, match=r"reward_model.rollout.name=sglang on device cpu: .* set reward_model"):
         server_command(rollout, "/m/judge", device="cpu", **PLACE)
 

@@ -1,4 +1,4 @@
-"""In which order vLLM's weights and cache come back, with vLLM itself replaced by a recorder."""
+"""In which order vLLM's weights and cache come back, with vLLM itself replaced by a llm."""
 
 from __future__ import annotations
 
@@ -46,27 +46,35 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> VLLMRolloutEngine:
     return made
 
 
-def test_a_load_wakes_the_cache_only_after_the_weights_are_there(engine: VLLMRolloutEngine) -> None:
+@pytest.fixture
+def llm(engine: VLLMRolloutEngine) -> Recorder:
+    """What the engine takes for vLLM."""
+    return engine._llm  # pyright: ignore[reportReturnType]
+
+
+def test_a_load_wakes_the_cache_only_after_the_weights_are_there(engine: VLLMRolloutEngine, llm: Recorder) -> None:
     engine.sleep()
     engine.load_weights([], version=1)
     engine.wake()  # nothing is left to wake
-    assert engine._llm.events == ["sleep", "weights", "reload", "kv_cache"] and engine._llm.level == 1
+    assert llm.events == ["sleep", "weights", "reload", "kv_cache"] and llm.level == 1
     engine.shutdown()
 
 
-def test_weights_that_are_thrown_away_must_come_again(engine: VLLMRolloutEngine) -> None:
+def test_weights_that_are_thrown_away_must_come_again(engine: VLLMRolloutEngine, llm: Recorder) -> None:
     engine.load_weights([], version=1)
     engine.sleep(discard=True)
-    assert engine._llm.level == 2 and engine.held is None
+    assert llm.level == 2 and engine.held is None
     with pytest.raises(UnloadedError):
         engine.open()
-    assert engine._llm.events == ["reload", "sleep"], "nothing comes back before it can be filled"
+    assert llm.events == ["reload", "sleep"], "nothing comes back before it can be filled"
     engine.load_weights([], version=1)
-    assert engine._llm.events[2:] == ["weights", "reload", "kv_cache"] and engine.weight_version == 1
+    assert llm.events[2:] == ["weights", "reload", "kv_cache"] and engine.weight_version == 1
     engine.shutdown()
 
 
-def test_nothing_is_woken_twice_after_a_failed_load(engine: VLLMRolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_woken_twice_after_a_failed_load(
+    engine: VLLMRolloutEngine, llm: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(llm: Any, stream: Any) -> None:
         raise RuntimeError("planted")
 
@@ -76,47 +84,45 @@ def test_nothing_is_woken_twice_after_a_failed_load(engine: VLLMRolloutEngine, m
         engine.load_weights([], version=1)
     assert engine.weight_version is None
     engine.load_weights([], version=2)
-    assert engine._llm.events == ["sleep", "weights", "reload", "kv_cache"]
+    assert llm.events == ["sleep", "weights", "reload", "kv_cache"]
     engine.shutdown()
 
 
-def test_a_step_launched_ahead_is_taken_in_before_sleep_and_load(engine: VLLMRolloutEngine) -> None:
-    queue = engine._llm.llm_engine.engine_core.engine_core.batch_queue
+def test_a_step_launched_ahead_is_taken_in_before_sleep_and_load(engine: VLLMRolloutEngine, llm: Recorder) -> None:
+    queue = llm.llm_engine.engine_core.engine_core.batch_queue
     queue.append("in flight")
     engine.sleep()
-    assert engine._llm.events == ["step", "sleep"]
+    assert llm.events == ["step", "sleep"]
     queue.append("in flight")
     engine.load_weights([], version=1)
-    assert engine._llm.events[2:] == ["step", "weights", "reload", "kv_cache"]
+    assert llm.events[2:] == ["step", "weights", "reload", "kv_cache"]
     engine.shutdown()
 
 
-def test_sleep_keeps_requests_that_are_under_way(engine: VLLMRolloutEngine) -> None:
+def test_sleep_keeps_requests_that_are_under_way(engine: VLLMRolloutEngine, llm: Recorder) -> None:
     request = GenerationRequest(request_id="r", prompt_ids=[1], sampling=SamplingParams(max_tokens=2))
     engine._running["r"] = _Running(request, [(0, 1)])
     engine.sleep()
-    assert engine._llm.events == ["sleep"]
+    assert llm.events == ["sleep"]
     engine.shutdown()
 
 
-def test_a_sleeping_engine_is_woken_before_its_end(engine: VLLMRolloutEngine) -> None:
-    recorder = engine._llm
+def test_a_sleeping_engine_is_woken_before_its_end(engine: VLLMRolloutEngine, llm: Recorder) -> None:
     engine.sleep()
     engine.shutdown()
-    assert recorder.events == ["sleep", "weights", "kv_cache", "stop"]
+    assert llm.events == ["sleep", "weights", "kv_cache", "stop"]
     assert engine._llm is None and engine._model is None  # both hold the weights
 
 
 def test_an_engine_that_cannot_wake_ends_all_the_same(
-    engine: VLLMRolloutEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    engine: VLLMRolloutEngine, llm: Recorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    recorder = engine._llm
 
     def fail(tags: list[str]) -> None:
         raise RuntimeError("CUDA Error: out of memory")
 
     engine.sleep()
-    monkeypatch.setattr(recorder, "wake_up", fail)
+    monkeypatch.setattr(llm, "wake_up", fail)
     engine.shutdown()
-    assert recorder.events == ["sleep", "stop"]
+    assert llm.events == ["sleep", "stop"]
     assert "out of memory" in caplog.text

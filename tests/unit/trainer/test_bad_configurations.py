@@ -26,8 +26,8 @@ from verl_like.rollout.rollout_engine import SamplingParams
 from verl_like.rollout.sampling import require_tokens_left
 from verl_like.trainer import build
 from verl_like.trainer.compose import compose, compose_with_warnings
-from verl_like.trainer.folders import check_output_folders
 from verl_like.trainer.resume import find_resume
+from verl_like.trainer.start_checks import early_problems
 
 SEED = 2026
 
@@ -37,8 +37,7 @@ def refusal(case: bad.Bad, folder: Path, model: Path) -> str:
     try:
         config = compose([f"{key}={value}" for key, value in case.settings(folder, model).items()])
         with ExitStack() as stack, build.input_errors():
-            check_output_folders(config, make=False)
-            build.prepare(config, stack)
+            build.prepare(config, stack, early_problems(config))
             find_resume(config)
     except ConfigError as error:
         return str(error)

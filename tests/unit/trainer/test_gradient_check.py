@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from tests.unit.models import zoo
+from tests.worlds.processes import forks
 from verl_like.algorithms import corrections, objectives
 from verl_like.algorithms.masked import masked_mean, masked_var
 from verl_like.algorithms.minibatch import denominators_of
 from verl_like.algorithms.objectives import PolicyObjective, ValueObjective
 from verl_like.batch import Denominators, Experience
 from verl_like.engine.fsdp import FSDPEngine
-from verl_like.kit.selfcheck import driver
+from verl_like.kit.selfcheck import check, driver
 from verl_like.kit.selfcheck.check import SelfCheck
 from verl_like.kit.selfcheck.report import Finding, table
 from verl_like.kit.selfcheck.tiny import write_tiny_model
@@ -412,6 +413,7 @@ def test_a_mean_of_means_over_ranks_is_found(
     main = sound.work.policy[0]
     first = sound.check.measure(sound.engine, main, main.shares[1][0])
     monkeypatch.setattr(roles.RoleHandle, "_append_minibatch", append)
+    monkeypatch.setattr(check.multiprocessing, "get_context", lambda method: forks())  # test_selfcheck.py spawns them
     shares = driver.shares_of(sound.check.settings(), main.material, main.old, ranks=2)
     case = dataclasses.replace(main, shares=main.shares | {2: shares})
     findings = sound.check.in_processes(2, dataclasses.replace(sound.work, policy=[case]), first)

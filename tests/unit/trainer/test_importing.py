@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from verl_like.algorithms.policy_losses import POLICY_LOSSES, PolicyBatch
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.errors import ConfigError
-from verl_like.config.foreign_names import plain_names, table
+from verl_like.config.names import plain_names, table
 from verl_like.kit.coming_from import pages as coming_from
 from verl_like.kit.coming_from.colossal import ColossalRun
 from verl_like.kit.coming_from.importing import (

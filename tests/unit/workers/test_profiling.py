@@ -9,7 +9,7 @@ import torch
 
 from verl_like.config import ProfilerConfig
 from verl_like.config.batch_plan import BatchPlan
-from verl_like.config.enums import ProfileTool
+from verl_like.config.trainer import ProfileTool
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.trainer.compose import compose
 from verl_like.workers.host import build_profiler

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import Tensor
 
 from verl_like.algorithms.registry import Registry
 from verl_like.config import ActorConfig
-from verl_like.config.enums import DEFAULT_AGGREGATION
+from verl_like.config.menus import DEFAULT_AGGREGATION, LOSSES, Loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +38,10 @@ PolicyLossFunction = Callable[[PolicyBatch, ActorConfig], TokenLoss]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoss:
-    """Entry of the menu: a loss function and how it is used.
+    """Entry of the menu: a loss function and how it is used, see `config.menus.Loss`.
 
     aggregation: the one that the loss prescribes; None leaves it to the user.
     default_aggregation: the one that holds where the user's key is null.
-    pulls_without_advantage: the loss has a gradient even where the advantage is 0, because of a term of its own.
-    one_weight_per_row: the loss is one of the whole row, so importance weights are joined by their geometric mean.
     """
 
     function: PolicyLossFunction
@@ -58,8 +56,16 @@ def _own_loss(found: Any) -> PolicyLoss:
     return found if isinstance(found, PolicyLoss) else PolicyLoss(function=found, pulls_without_advantage=True)
 
 
+def _built_in(row: Loss, function: PolicyLossFunction) -> PolicyLoss:
+    return PolicyLoss(function=function, **{each.name: getattr(row, each.name) for each in fields(PolicyLoss)[1:]})
+
+
 POLICY_LOSSES: Registry[PolicyLoss] = Registry(
-    "actor_rollout_ref.actor.policy_loss.loss_mode", arguments=("batch", "actor"), entry_of=_own_loss
+    "actor_rollout_ref.actor.policy_loss.loss_mode",
+    LOSSES,
+    arguments=("batch", "actor"),
+    of_row=_built_in,
+    entry_of=_own_loss,
 )
 
 

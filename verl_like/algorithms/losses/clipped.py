@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from verl_like.algorithms.losses.base import PolicyBatch, TokenLoss, register_policy_loss
+from verl_like.algorithms.losses.base import PolicyBatch, TokenLoss
 from verl_like.algorithms.losses.ratio import (
     bounded_exp,
     clip_range,
@@ -19,13 +19,11 @@ from verl_like.algorithms.masked import masked_mean
 from verl_like.config import ActorConfig
 
 
-@register_policy_loss("vanilla")
 def vanilla(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
     """PPO clip (Schulman et al. 2017, arXiv 1707.06347), asymmetric as in DAPO (2503.14476), dual clip (1912.09729)."""
     return clipped_surrogate(token_ratio(batch), batch.advantages_BR, actor, dual_clip=True)
 
 
-@register_policy_loss("gspo", default_aggregation="seq-mean-token-mean")
 def gspo(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
     """PPO clip on one ratio per row, exp(mean over its tokens of log_prob - old) (GSPO, arXiv 2507.18071).
 
@@ -35,7 +33,6 @@ def gspo(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
     return clipped_surrogate(sequence_ratio(batch), filled_advantages(batch), actor)
 
 
-@register_policy_loss("luspo", aggregation="seq-mean-token-sum")
 def luspo(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
     """GSPO with each row's loss times its length (LUSPO, Liu et al. 2026, arXiv 2602.05261): no bias to short rows.
 
@@ -44,7 +41,6 @@ def luspo(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
     return clipped_surrogate(sequence_ratio(batch), filled_advantages(batch), actor)
 
 
-@register_policy_loss("gspo_token", default_aggregation="seq-mean-token-mean")
 def gspo_token(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
     """GSPO's ratio as value, each token's own log-prob as gradient (GSPO-token, arXiv 2507.18071, section 4.3).
 
@@ -57,7 +53,6 @@ def gspo_token(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
     return clipped_surrogate(ratio_BR, filled_advantages(batch), actor)
 
 
-@register_policy_loss("geo_mean", aggregation="seq-mean-token-mean", one_weight_per_row=True)
 def geo_mean(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
     """-A * geometric mean of the row's ratios, each clipped in log space (GMPO, Zhao et al. 2025, arXiv 2507.20673).
 
@@ -80,7 +75,6 @@ def geo_mean(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
     return TokenLoss(loss_BR=loss_B[:, None].expand_as(batch.mask_BR), metrics_BR=metrics)
 
 
-@register_policy_loss("clip_cov")
 def clip_cov(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
     """PPO clip without dual clip; the selected tokens get no loss (Clip-Cov, Cui et al. 2025, arXiv 2505.22617).
 
@@ -94,7 +88,6 @@ def clip_cov(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
     return TokenLoss(loss_BR=loss_BR, metrics_BR=surrogate.metrics_BR | {"selected_frac": selected_BR})
 
 
-@register_policy_loss("kl_cov", pulls_without_advantage=True)
 def kl_cov(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
     """-A * ratio, unclipped; the selected tokens also pay ppo_kl_coef * |log_prob - old| (KL-Cov, arXiv 2505.22617).
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from verl_like.algorithms.losses.base import PolicyBatch, TokenLoss, register_policy_loss
+from verl_like.algorithms.losses.base import PolicyBatch, TokenLoss
 from verl_like.algorithms.losses.ratio import log_difference, log_ratio, weighted_log_probs
 from verl_like.config import ActorConfig
 
 
-@register_policy_loss("sapo", aggregation="seq-mean-token-mean")
 def sapo(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
     """-A * sigmoid(tau (ratio - 1)) * 4 / tau: a soft gate in place of the clip (SAPO, arXiv 2511.20347).
 
@@ -21,7 +20,6 @@ def sapo(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
     return TokenLoss(loss_BR=-batch.advantages_BR * gate_BR, metrics_BR={})
 
 
-@register_policy_loss("dro", pulls_without_advantage=True)
 def dro(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
     """-(A * log_prob - beta / 2 * (log_prob - old)^2), beta = policy_loss.dro_beta (DRO, Richemond et al. 2024, arXiv
     2405.19107, by token as in verl; ROLL calls this form kimi15).
@@ -33,7 +31,6 @@ def dro(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
     return TokenLoss(loss_BR=plain.loss_BR + penalty_BR, metrics_BR={})
 
 
-@register_policy_loss("kimi", pulls_without_advantage=True)
 def kimi(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
     """-A * sum of log_probs + tau / 2 * (sum of log_prob - old)^2 of the row.
 

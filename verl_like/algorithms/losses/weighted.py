@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from verl_like.algorithms.losses.base import PolicyBatch, TokenLoss, register_policy_loss
+from verl_like.algorithms.losses.base import PolicyBatch, TokenLoss
 from verl_like.algorithms.losses.ratio import (
     LOG_RATIO_LIMIT,
     bounded_exp,
@@ -21,14 +21,11 @@ from verl_like.config import ActorConfig, ToprConfig
 ROUNDING = 1e-8  # keeps the logarithm of 1 - p finite at p = 1
 
 
-@register_policy_loss("policy_gradient")
-@register_policy_loss("gpg")
 def policy_gradient(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
     """-A * log_prob: no ratio, no clip (Williams 1992; GPG, arXiv 2504.02546). For one update per rollout batch."""
     return weighted_log_probs(batch)
 
 
-@register_policy_loss("cispo")
 def cispo(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
     """-clip(ratio) * A * log_prob, the clipped ratio a constant (CISPO, MiniMax-M1, arXiv 2506.13585).
 
@@ -40,7 +37,6 @@ def cispo(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
     return weighted_log_probs(batch, weight_BR, metrics_BR={"pg_clipfrac": weight_BR != ratio_BR})
 
 
-@register_policy_loss("topr")
 def topr(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
     """-w * R * log_prob; w = positive_weight where R >= 0, else negative_weight * min(ratio, 1), a constant
     (TOPR, Le Roux et al. 2025, arXiv 2503.14286, eq. 8).
@@ -72,7 +68,6 @@ def topr_reward(batch: PolicyBatch, options: ToprConfig) -> Tensor:
     return batch.score_B.to(batch.advantages_BR.dtype)[:, None] * batch.mask_BR
 
 
-@register_policy_loss("vespo", aggregation="token-mean")
 def vespo(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
     """-phi * A * log_prob, phi = w^k exp(lambda (1 - w)) a constant, w the ratio of the whole row (VESPO, Shen et al.
     2026, arXiv 2602.10693).
@@ -91,7 +86,6 @@ def vespo(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
     return weighted_log_probs(batch, weight_BR, metrics_BR={"vespo_weight": weight_BR.detach()})
 
 
-@register_policy_loss("dppo_tv")
 def dppo_tv(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
     """-min(ratio, c) * A * log_prob where the token's probability moved by at most the bound, else 0
     (DPPO with binary total variation, "Rethinking the Trust Region in LLM Reinforcement Learning", arXiv 2602.04879).
@@ -105,7 +99,6 @@ def dppo_tv(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
     return trust_region(batch, actor, inside_BR)
 
 
-@register_policy_loss("dppo_kl")
 def dppo_kl(batch: PolicyBatch, actor: ActorConfig) -> TokenLoss:
     """DPPO with binary KL: dppo_tv measured by the divergence of (p_old, 1 - p_old) from (p, 1 - p) (arXiv 2602.04879).
 

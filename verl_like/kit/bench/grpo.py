@@ -37,8 +37,9 @@ from verl_like.models.cost import BACKWARD
 from verl_like.observe.logs import setup_driver_logging
 from verl_like.observe.run_folder import read_metrics
 from verl_like.rollout.rollout_engine import Completion, Sampled, SamplingParams
-from verl_like.trainer.build import prepared, resolve_world, started
+from verl_like.trainer.build import prepared, started
 from verl_like.trainer.compose import compose
+from verl_like.trainer.facts import resolve_world
 from verl_like.trainer.folders import log_dir
 from verl_like.trainer.ppo import PPOTrainer
 from verl_like.trainer.workers import Launcher

@@ -28,9 +28,9 @@ from verl_like.models.heads import dtype_of
 from verl_like.models.loading import load_hf_config, shares_prompts
 from verl_like.parallel.device_peak import DevicePeak
 from verl_like.parallel.dist import ProcessInfo
-from verl_like.trainer.build import resolve_world
 from verl_like.trainer.compose import compose
 from verl_like.trainer.dispatch import RowBalance, split_rows
+from verl_like.trainer.facts import resolve_world
 from verl_like.workers.spec import WorkerSpec
 
 POLICY = "actor_rollout_ref"

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from verl_like.config.errors import ConfigError
-from verl_like.config.foreign_names import ForeignRow, plain_names, table, value_of
+from verl_like.config.names import Row, plain_names, table, value_of
 from verl_like.kit.coming_from.importing import CARRIED, NOTHING, REFUSED, Foreign, Outcome, carry
 
 _PYTHON = {"None": None, "True": True, "False": False}
@@ -31,12 +31,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("inside", nargs="*", metavar="NAME=VALUE", help="an entry of grpo_config or plugin_config")
 
 
-def _name(row: ForeignRow) -> str:
+def _name(row: Row) -> str:
     """The setting of a line: its first name, without dashes."""
     return row.names[0].lstrip("-").replace("-", "_")
 
 
-def _help(row: ForeignRow) -> str:
+def _help(row: Row) -> str:
     return (", ".join(row.keys) or row.note or "nothing is to be set").replace("%", "%%")
 
 
@@ -78,7 +78,7 @@ class ColossalRun(Foreign):
         }
         return [f"{text}: Colossal-RL's launcher refuses that too" for text, broken in rules.items() if broken]
 
-    def row_of(self, name: str) -> ForeignRow | None:
+    def row_of(self, name: str) -> Row | None:
         return next((row for row in table(self.project) if name in plain_names(row)), None)
 
     def group(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Settings of another project as overrides of ours, by the table of config/foreign_names.py; nothing is lost silently.
+"""Settings of another project as overrides of ours, by the table of config/names.py; nothing is lost silently.
 
 Every setting that is read ends in one of four lists: carried, needs nothing, refused (no counterpart, or not built),
 unknown.
@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 from verl_like.config import PPOConfig
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.errors import ConfigError
-from verl_like.config.foreign_names import ForeignRow, plain_names, row_of, table, value_of
+from verl_like.config.names import Row, plain_names, row_of, table, value_of, written
 from verl_like.config.schema import get_value, keys
 from verl_like.trainer.compose import compose_tree, compose_with_warnings, followers_of, to_config
 
@@ -127,7 +127,7 @@ class Foreign:
         """Settings that choose a preset; others equal to its values need nothing."""
         return {}
 
-    def row_of(self, name: str) -> ForeignRow | None:
+    def row_of(self, name: str) -> Row | None:
         """The line of the table for a setting."""
         return row_of(self.project, name)
 
@@ -144,10 +144,10 @@ class Foreign:
             return self._unlisted(name)
         if why := self.idle(name):
             return Outcome(NOTHING, note=why)
-        if row.at_rest is not None:
-            rests = value in row.at_rest
+        if row.kind == "=":
+            rests = value in row.values
             note = "what is done anyway" if rests else row.note
-            return Outcome(NOTHING if rests or row.at_rest == () else REFUSED, note=note)
+            return Outcome(NOTHING if rests or row.values == () else REFUSED, note=note)
         if not row.keys:
             return Outcome(REFUSED, note=row.note)
         ours = row.keys_of(name.split(".")[0])
@@ -171,10 +171,10 @@ class Foreign:
         elif kind == "not":
             value = not value
         elif ">" in row.rule:
-            values = row.values()
-            new = values.get(_lower(value))
+            values = row.translations()
+            new = values.get(written(value))
             if new is None and "*" not in values:
-                why = row.note.removeprefix(OTHERWISE) or f"{_lower(value)} is none of {', '.join(values)}"
+                why = row.note.removeprefix(OTHERWISE) or f"{written(value)} is none of {', '.join(values)}"
                 return Outcome(REFUSED, note=why)
             value = value if new is None else value_of(new)
         return Outcome(CARRIED, carry(ours, value), "" if row.note.startswith(OTHERWISE) else row.note)
@@ -191,7 +191,7 @@ class Foreign:
         return Outcome(UNKNOWN, note=f"did you mean {meant}?")
 
 
-def _whole_name(row: ForeignRow, last: str) -> str:
+def _whole_name(row: Row, last: str) -> str:
     """Return the name of the line that ends with `last`; of alternatives in brackets the first."""
     name = next(name for name in row.names if last in name.replace("-", "_"))
     return re.sub(r"\(([^)]*)\)", lambda many: last if last in many[1].split("|") else many[1].split("|")[0], name)
@@ -281,10 +281,6 @@ def _allowed(key: str, new: Any) -> bool:
     return new is not None or type(None) in get_args(keys()[key].type)
 
 
-def _lower(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def text_of(value: Any) -> str:
     """A value in the grammar of the command line's overrides."""
     if isinstance(value, dict):
@@ -295,7 +291,7 @@ def text_of(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ",".join(map(text_of, value)) + "]"
     if not isinstance(value, str):
-        return _lower(value)
+        return written(value)
     other = value.lower() in ("null", "true", "false", "nan", "inf")
     plain = re.fullmatch(r"[A-Za-z_./][\w./:+@%-]*", value) and not other
     return value if plain else QuotedString(value, Quote.single).with_quotes()

@@ -11,10 +11,9 @@ from typing import Any, ClassVar
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_like.config.aliases import Change, canonical
-from verl_like.config.correction_aliases import correction_spellings
 from verl_like.config.errors import ConfigError
-from verl_like.config.foreign_names import ROLES
+from verl_like.config.names import ROLES
+from verl_like.config.spellings import Change, canonical, correction_spellings
 from verl_like.kit.coming_from.importing import CARRIED, NOTHING, REFUSED, Foreign, Outcome, carry, flat
 from verl_like.plugins.games.games import KINDS
 from verl_like.text import one_line

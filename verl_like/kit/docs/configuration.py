@@ -1,20 +1,27 @@
-"""Generates docs/configuration.md and docs/coming_from_*.md: `python -m verl_like.kit.docs.configuration [--check]`.
+"""Generates docs/configuration.md, docs/coming_from_*.md and the tables of docs/algorithms.md:
+`python -m verl_like.kit.docs.configuration [--check]`.
 
 Of the first, the keys that matter most, then one table per section: whole key (so that grep finds it), meaning, unit,
-range, default, which modules read it. All but the last come from the keys' declarations, readers from a scan of the
-source, so the page cannot drift; a test runs --check.
+range, default, which modules read it; then the rules with the keys they are about. All but the readers, which a scan of
+the source finds, come from the declarations of keys and rules, so the page cannot drift; a test runs --check. Tables of
+algorithms.md are the rows of config/menus.txt, between markers.
 """
 
 from __future__ import annotations
 
+import itertools
+import re
 import sys
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_like.config.availability import NO_EFFECT, NOT_YET
+from verl_like.config.menus import AGGREGATIONS, ESTIMATORS, KL_KINDS, LOSSES, Choice
+from verl_like.config.rules import all_rules
 from verl_like.config.schema import Key, keys
+from verl_like.config.spellings import no_effect, not_yet
 from verl_like.kit.coming_from.pages import pages
 from verl_like.kit.docs.readers import PACKAGE, readers
 from verl_like.trainer.compose import compose_tree
@@ -33,6 +40,15 @@ ESSENTIAL = (
     "trainer.n_gpus_per_node", "trainer.nnodes", "trainer.total_epochs", "trainer.test_freq",
     "trainer.default_local_dir",
 )  # fmt: skip
+
+# Name of a table in docs/algorithms.md -> its menu, and what heads the cells of a row and of the keys that it reads.
+_ADVICE = ("Source", "When to use", "Watch")
+TABLES: dict[str, tuple[Mapping[str, Choice], tuple[str, ...], str]] = {
+    "adv_estimator": (ESTIMATORS, ("Advantage of token t in row i", *_ADVICE), "Keys below `algorithm`"),
+    "kl": (KL_KINDS, ("Value", "As reward penalty", "As loss"), ""),
+    "loss_mode": (LOSSES, ("Loss of a token", *_ADVICE), "Keys below `actor`"),
+    "loss_agg_mode": (AGGREGATIONS, ("Formula", *_ADVICE[:2]), ""),
+}
 
 _HEAD = """# Configuration
 
@@ -65,13 +81,26 @@ def page() -> str:
     for section, rows in sections.items():
         parts += [f"\n## {section}\n\n| key | meaning | unit | range | default | read by |\n|---|---|---|---|---|---|"]
         parts += [_row(key, tree, read_by[key.path], status) for key in rows]
-    return "\n".join([*parts, ""])
+    return "\n".join([*parts, *_rules(), ""])
+
+
+_AFTER = {"impossible": "what breaks it is refused", "risky": "a warning", "idle": "no effect, and a warning"}
+
+
+def _rules() -> list[str]:
+    """The table of rules; those of one text are one row."""
+    about: dict[tuple[str, str], list[str]] = {}
+    for rule in all_rules():
+        names = (f"`{key.rstrip('.')}`" for key in (*rule.keys, *rule.reads))
+        about.setdefault((rule.says, _AFTER[rule.kind]), []).extend(names)
+    rows = [_line([*told, ", ".join(dict.fromkeys(names))]) for told, names in about.items() if names]
+    return ["\n## Rules\n\n| rule, or state | what follows | keys |\n|---|---|---|", *rows]
 
 
 def _status() -> dict[str, str]:
     """Reason why a key has no reader."""
-    status = {key: f"no effect: {why}" for key, why in NO_EFFECT.items()}
-    return status | dict.fromkeys(NOT_YET, "feature not available yet")
+    status = {key: f"no effect: {why}" for key, why in no_effect().items()}
+    return status | dict.fromkeys(not_yet(), "feature not available yet")
 
 
 def _section(path: str) -> str:
@@ -106,8 +135,34 @@ def _default(key: Key, tree: DictConfig) -> str:
     return text.replace("\n", "\\n")  # a row of a table is one line
 
 
+def with_tables(text: str) -> str:
+    """docs/algorithms.md with its tables as the rows say. Raises ValueError where it lacks the markers of one."""
+    for name, table in TABLES.items():
+        begin, end = (f"<!-- {word} table {name} (make docs) -->" for word in ("begin", "end"))
+        before, found, rest = text.partition(begin)
+        _, closed, after = rest.partition(end)
+        if not (found and closed):
+            raise ValueError(f"docs/algorithms.md lacks {begin} ... {end}")
+        text = "\n".join([f"{before}{begin}\n", *_table(*table), f"\n{end}{after}"])
+    return text
+
+
+def _table(menu: Mapping[str, Choice], heads: tuple[str, ...], keys_head: str) -> list[str]:
+    """Lines of a table; names of one row of the menu share a line."""
+    heads = ("Name", *heads, *([keys_head] if keys_head else []))
+    lines = [_line(list(heads)), "|" + "---|" * len(heads)]
+    for cells, rows in itertools.groupby(menu.values(), key=lambda row: row.cells):
+        alike = list(rows)
+        read = ", ".join(f"`{re.sub(r'[.]$', '.*', key)}`" for key in alike[0].reads)
+        names = ", ".join(f"`{row.name}`" for row in alike)
+        lines.append(_line([names, *cells, *([read] if keys_head else [])]))
+    return lines
+
+
 def main(argv: list[str]) -> int:
-    texts = {PAGE.parent / name: text for name, text in {PAGE.name: page(), **pages()}.items()}
+    own = PAGE.with_name("algorithms.md")
+    generated = {PAGE.name: page(), **pages(), own.name: with_tables(own.read_text())}
+    texts = {PAGE.parent / name: text for name, text in generated.items()}
     old = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
     for path in old:
         if "--check" in argv:

@@ -23,7 +23,7 @@ from verl_like.config.schema import keys
 Kinds = frozenset[type]
 _NONE: Kinds = frozenset()
 PACKAGE = Path(__file__).resolve().parents[2]
-# Inside config/ only these use values; the doctor merely checks them.
+# Inside config/ only these use values; rules merely check them.
 _CONFIG_READERS = ("batch_plan.py", "micro_batches.py", "placement.py", "roles.py")
 
 

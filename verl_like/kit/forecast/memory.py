@@ -20,10 +20,10 @@ from transformers import PretrainedConfig
 
 from verl_like.config import FSDPConfig, PPOConfig, resolve_dtype
 from verl_like.config.batch_plan import takes_own_log_probs, uses_sampler_log_probs
-from verl_like.config.doctor import impossible
 from verl_like.config.micro_batches import Cut
 from verl_like.config.placement import pools_of
 from verl_like.config.roles import ACTOR, CRITIC, REF, ROLLOUT, RoleConfig, roles_of
+from verl_like.config.rules import impossible
 from verl_like.config.schema import from_dict, to_dict
 from verl_like.models import memory
 from verl_like.models.loading import load_hf_config

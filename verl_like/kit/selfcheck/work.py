@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from verl_like.algorithms.kl import FULL_KL_KIND
 from verl_like.batch import Rollouts
 from verl_like.config import FSDPConfig, ModelConfig, PPOConfig
 from verl_like.config.batch_plan import two_policies
-from verl_like.config.enums import KLKind
 from verl_like.config.roles import needs_critic
 from verl_like.kit.selfcheck.driver import Share, old_log_probs_of, shares_of
 from verl_like.kit.selfcheck.material import (
@@ -157,7 +157,7 @@ def reference_scale(config: PPOConfig) -> float | None:
     With LoRA the reference is the base itself.
     """
     actor, lora = config.actor_rollout_ref.actor, config.actor_rollout_ref.model.lora_rank > 0
-    if not (actor.use_kl_loss and actor.kl_loss_type == KLKind.full):
+    if not (actor.use_kl_loss and actor.kl_loss_type == FULL_KL_KIND):
         return None
     return 1.0 if lora else 1.1
 

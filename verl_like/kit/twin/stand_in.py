@@ -52,7 +52,7 @@ class Lane(Event):
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
         super().__init__()
-        self.device, self.priority, self.cuda_stream = torch.device(_place(device)), priority, id(self)
+        self.device, self.priority, self.cuda_stream = torch.device(place(device)), priority, id(self)
         card().lanes.add(self)
 
     def wait_event(self, event: Event) -> None:
@@ -97,18 +97,16 @@ class Card:
 
     def stream(self, device: Any = None) -> Lane:
         """The stream that this thread gives work to."""
-        return self.here.stream or self.defaults[torch.device(_place(device)).index]
+        return self.here.stream or self.defaults[torch.device(place(device)).index]
 
-    def own(self, storage: torch.UntypedStorage, place: str) -> None:
-        """Count a storage as memory of `place` until it dies. Raises torch.OutOfMemoryError where there is no room."""
+    def own(self, storage: torch.UntypedStorage, where: str) -> None:
+        """Count a storage as memory of `where` until it dies. Raises torch.OutOfMemoryError where there is no room."""
         size = storage.nbytes()
-        if self.refuses(place, size):
-            raise torch.OutOfMemoryError(
-                f"CUDA out of memory. Tried to allocate {size} bytes on {place} (the stand-in)"
-            )
-        self.now[place] += size
-        self.peak[place] = max(self.peak[place], self.now[place])
-        weakref.finalize(storage, self.now.subtract, {place: size})
+        if self.refuses(where, size):
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes on {where} (a stand-in)")
+        self.now[where] += size
+        self.peak[where] = max(self.peak[where], self.now[where])
+        weakref.finalize(storage, self.now.subtract, {where: size}).atexit = False
 
     def does_nothing(self, name: str, answer: Any = None) -> Callable[..., Any]:
         """Make a function that counts its calls and returns `answer`."""
@@ -129,7 +127,7 @@ def card() -> Card:
     return _card
 
 
-def _place(device: Any = None) -> str:
+def place(device: Any = None) -> str:
     """Name a device as torch.cuda's functions take it: a number, a name, a torch.device, or None for the current."""
     index = device if isinstance(device, int) else torch.device(device or "cuda").index
     return f"cuda:{card().here.index if index is None else index}"
@@ -155,20 +153,20 @@ def install(devices: int = 1, name: str = "NVIDIA H200", capacity: int = 139 << 
     constants = {"is_available": True, "is_initialized": True, "is_bf16_supported": True, "device_count": devices}
     constants |= {"get_device_name": name, "get_device_capability": (9, 0), "get_device_properties": about}
     nothing = ("_lazy_init", "init", "empty_cache", "ipc_collect", "manual_seed", "manual_seed_all")
-    now, peak = lambda device=None: it.now[_place(device)], lambda device=None: it.peak[_place(device)]
+    now, peak = lambda device=None: it.now[place(device)], lambda device=None: it.peak[place(device)]
     answers = {
         **{key: it.does_nothing(key, value) for key, value in {**dict.fromkeys(nothing), **constants}.items()},
         **{"Stream": Lane, "Event": Event, "current_stream": it.stream, "memory_stats": lambda device=None: {}},
         "stream": lambda stream: _set_for("stream", stream),
-        "device": lambda device: _set_for("index", int(_place(device)[5:])),
+        "device": lambda device: _set_for("index", int(place(device)[5:])),
         "set_stream": lambda stream: setattr(it.here, "stream", stream),
-        "set_device": lambda device: setattr(it.here, "index", int(_place(device)[5:])),
+        "set_device": lambda device: setattr(it.here, "index", int(place(device)[5:])),
         "current_device": lambda: it.here.index,
-        "default_stream": lambda device=None: it.defaults[int(_place(device)[5:])],
+        "default_stream": lambda device=None: it.defaults[int(place(device)[5:])],
         "synchronize": lambda device=None: [it.host.wait_event(lane) for lane in [*it.lanes]],
         **{"memory_allocated": now, "memory_reserved": now, "max_memory_allocated": peak, "max_memory_reserved": peak},
         "mem_get_info": lambda device=None: (capacity - now(device), capacity),
-        "reset_peak_memory_stats": lambda device=None: it.peak.update({_place(device): now(device) - peak(device)}),
+        "reset_peak_memory_stats": lambda device=None: it.peak.update({place(device): now(device) - peak(device)}),
         "get_rng_state": lambda device=None: torch.get_rng_state(),  # the random numbers are the CPU's
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
         "get_rng_state_all": lambda: [torch.get_rng_state()] * devices,

@@ -68,8 +68,8 @@ def _loaded(arguments: argparse.Namespace, model: Any) -> Iterator[tuple[Rollout
     from verl_like.data.dataset import make_encoder
     from verl_like.kit.serving import served, settings_for
     from verl_like.models.loading import end_token_ids, load_hf_config, load_tokenizer
-    from verl_like.trainer.build import resolve_world
     from verl_like.trainer.compose import compose_with_warnings
+    from verl_like.trainer.facts import resolve_world
 
     keys = [
         f"actor_rollout_ref.rollout.name={arguments.engine}",

@@ -8,8 +8,8 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl_like.config.doctor import risky_training
 from verl_like.config.errors import ConfigError
+from verl_like.config.rules import risky
 from verl_like.kit.verbs.table import table
 from verl_like.models.location import check_model
 from verl_like.trainer.command_line import add_config_arguments, user_files
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> None:
         keys = [*_sampling(arguments), *arguments.overrides]
         overrides, files = settings_for(model, keys, user_files(arguments))
         config, warnings = compose_with_warnings(overrides, files)
-        of_training = set(risky_training(config))
+        of_training = {*risky(config)} - {*risky(config, "validation")}
         for warning in warnings if model.config_file is None else ():
             if warning not in of_training:
                 logger.warning("config: %s", warning)

@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from verl_like.config.errors import input_errors
+from verl_like.config.errors import input_errors, raise_if_any
 from verl_like.config.parser import number
 
 
@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> None:
     from verl_like.kit.selfcheck.check import SelfCheck
     from verl_like.kit.selfcheck.report import table
     from verl_like.kit.selfcheck.tiny import DESCRIPTION, write_tiny_model
-    from verl_like.models.location import check_locations
+    from verl_like.models.location import missing_places
     from verl_like.trainer.compose import compose
 
     with tempfile.TemporaryDirectory() as folder, input_errors():
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> None:
         if model == ModelConfig().path and not Path(model).expanduser().exists():
             model = f"none given (actor_rollout_ref.model.path); {DESCRIPTION}"
             config = compose([*arguments.overrides, f"actor_rollout_ref.model.path={write_tiny_model(Path(folder))}"])
-        check_locations(config)
+        raise_if_any(missing_places(config).values())
         findings, notes = SelfCheck(config=config, num_rows=arguments.rows).run(ranks=arguments.ranks)
     print("\n".join([f"model: {model}", *notes, table(findings)]))
     if not all(finding.passed for finding in findings):

@@ -164,7 +164,7 @@ def sglang(rollout: RewardRolloutConfig, folder: str, device: str) -> ServerComm
         "disable-cuda-graph": rollout.enforce_eager,
         "disable-radix-cache": not rollout.enable_prefix_caching,
         "enable-metrics": not rollout.disable_log_stats,
-        "cuda-graph-bs": None if rollout.enforce_eager else rollout.cudagraph_capture_sizes,
+        "cuda-graph-bs-decode": None if rollout.enforce_eager else rollout.cudagraph_capture_sizes,
     }
     return "sglang.launch_server", options, _hyphenated(rollout.engine_kwargs.sglang)
 

@@ -247,7 +247,7 @@ def engine_arguments(
         "random_seed": seed,
     }
     if rollout.cudagraph_capture_sizes is not None and not rollout.enforce_eager:
-        kwargs["cuda_graph_bs"] = list(rollout.cudagraph_capture_sizes)
+        kwargs["cuda_graph_bs_decode"] = list(rollout.cudagraph_capture_sizes)
     if model.override_config:
         kwargs["json_model_override_args"] = json.dumps(dict(model.override_config))
     if device.type == "cpu":

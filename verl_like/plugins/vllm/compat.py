@@ -346,6 +346,20 @@ def model_of(llm: Any) -> nn.Module:
     return llm.llm_engine.apply_model(lambda model: model)[0]
 
 
+def effective(llm: Any) -> dict[str, Any]:
+    """Settings as vLLM has them, whatever its arguments were, by our names, and by its own where we have none."""
+    config = llm.llm_engine.vllm_config
+    return {
+        "dtype": config.model_config.dtype,
+        "max_model_len": config.model_config.max_model_len,
+        "max_num_seqs": config.scheduler_config.max_num_seqs,
+        "enable_chunked_prefill": config.scheduler_config.enable_chunked_prefill,
+        "enable_prefix_caching": config.cache_config.enable_prefix_caching,
+        "enforce_eager": config.model_config.enforce_eager,
+        "kv_cache_dtype": config.cache_config.cache_dtype,
+    }
+
+
 def mask_logits(model: nn.Module, tokenizer_size: int) -> None:
     """Give ids that the tokenizer does not know probability 0, in sampling and in scoring."""
     compute_logits = model.compute_logits

@@ -78,6 +78,9 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
         self._places = itertools.count()
         self._loop = StepLoop(self, device=process.device, lockstep=self._lockstep)
 
+    def effective(self) -> Mapping[str, object]:
+        return compat.effective(self._llm)
+
     # What the step loop calls.
 
     def add(self, request: GenerationRequest) -> None:

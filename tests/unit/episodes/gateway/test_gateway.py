@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import shlex
 import sys
@@ -12,7 +13,6 @@ from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx
 import numpy as np
 import openai
@@ -36,6 +36,17 @@ TOOL = {
     "description": "Adds.",
     "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
 }
+
+
+def anthropic() -> Any:
+    """The client's module. Imported above, it would cost each process that collects these tests two seconds."""
+    return importlib.import_module("anthropic")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imported() -> None:
+    """Before time limits begin to run."""
+    anthropic()
 
 
 class Policy:
@@ -207,7 +218,7 @@ def test_tool_calls_of_three_protocols_and_streams_go_on_in_one_row() -> None:
         assert events[0] == "response.created" and events[-1] == "response.completed"
 
     async def messages(url: str, key: str, session: Session) -> None:
-        client = anthropic.AsyncAnthropic(base_url=url, api_key=key)
+        client = anthropic().AsyncAnthropic(base_url=url, api_key=key)
         tool = {"name": "add", "description": "Adds.", "input_schema": TOOL["parameters"]}
         said: list[Any] = [user("Add.")]
         first = await client.messages.create(model="m", max_tokens=90, messages=said, tools=[tool])  # type: ignore[list-item]
@@ -286,9 +297,11 @@ def test_only_an_open_session_gets_in_and_what_is_wrong_is_told_without_a_retry(
         picture: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
         with pytest.raises(openai.BadRequestError, match="'image_url' is not available"):
             await client.chat.completions.create(model="m", messages=picture)
-        with pytest.raises(anthropic.BadRequestError, match="messages is empty"):
-            await anthropic.AsyncAnthropic(base_url=url, api_key=key).messages.create(
-                model="m", max_tokens=5, messages=[]
+        with pytest.raises(anthropic().BadRequestError, match="messages is empty"):
+            await (
+                anthropic()
+                .AsyncAnthropic(base_url=url, api_key=key)
+                .messages.create(model="m", max_tokens=5, messages=[])
             )
         async with httpx.AsyncClient() as plain:
             broken = await plain.post(
@@ -355,8 +368,8 @@ def test_a_late_error_of_a_stream_is_an_event_of_it(monkeypatch: pytest.MonkeyPa
         responses = await client.responses.create(model="m", input="Hi", stream=True)
         with pytest.raises(openai.APIError, match="too late"):
             [event async for event in responses]
-        other = anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0)
-        with pytest.raises(anthropic.APIStatusError, match="too late"):
+        other = anthropic().AsyncAnthropic(base_url=url, api_key=key, max_retries=0)
+        with pytest.raises(anthropic().APIStatusError, match="too late"):
             async with other.messages.stream(model="m", max_tokens=9, messages=[user("Hi")]) as stream:  # type: ignore[list-item]
                 await stream.get_final_message()
         async with httpx.AsyncClient() as plain:  # one whole HTTP response, and no second one in it

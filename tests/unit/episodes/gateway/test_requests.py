@@ -7,12 +7,21 @@ import asyncio
 import time
 from typing import Any
 
-import anthropic
 import httpx
 import openai
 import pytest
 
-from tests.unit.episodes.gateway.test_gateway import CALL, TOOL, Policy, count_up, served, user, written
+from tests.unit.episodes.gateway.test_gateway import (
+    CALL,
+    TOOL,
+    Policy,
+    anthropic,
+    count_up,
+    imported,  # noqa: F401 (a fixture)
+    served,
+    user,
+    written,
+)
 from tests.unit.episodes.test_tool_agent import TOKENIZER
 from verl_like.plugins.agents.gateway.session import Session
 from verl_like.rollout.rollout_engine import Completion, Sampled, SamplingParams
@@ -113,8 +122,8 @@ def test_whatever_is_sent_the_answer_is_of_the_apis_form() -> None:
                 assert (answer.json().get("type") == "error") == path.startswith(MESSAGES)
         async with httpx.AsyncClient(headers={"Authorization": f"bearer {key}"}) as client:
             assert (await client.get(f"{url}/v1/models")).status_code == 200, "the scheme has no case"
-        with pytest.raises(anthropic.AuthenticationError, match="authentication_error"):
-            stranger = anthropic.AsyncAnthropic(base_url=url, api_key="sk-guess")
+        with pytest.raises(anthropic().AuthenticationError, match="authentication_error"):
+            stranger = anthropic().AsyncAnthropic(base_url=url, api_key="sk-guess")
             await stranger.messages.create(**bodies(MESSAGES, model="m"))
 
     served(Policy(count_up), talk)
@@ -132,7 +141,7 @@ def test_a_text_that_stops_is_trained_on_and_not_shown() -> None:
             assert answer.choices[0].message.content == f"Thought {number}\n"
             assert answer.choices[0].finish_reason == "stop"
             messages += [{"role": "assistant", "content": f"Thought {number}"}, user("Observation: none")]
-        other = anthropic.AsyncAnthropic(base_url=url, api_key=key)
+        other = anthropic().AsyncAnthropic(base_url=url, api_key=key)
         said = await other.messages.create(model="m", max_tokens=90, messages=[user("Ho")], stop_sequences=["tion"])
         assert (said.stop_reason, said.stop_sequence) == ("stop_sequence", "tion")
         assert said.content[0].text == "Thought 1\nObserva"  # type: ignore[union-attr]
@@ -170,7 +179,7 @@ def test_calls_are_shown_to_those_who_can_make_them(
 
 def test_anthropics_choices_of_tools() -> None:
     async def talk(url: str, key: str, session: Session) -> None:
-        client = anthropic.AsyncAnthropic(base_url=url, api_key=key)
+        client = anthropic().AsyncAnthropic(base_url=url, api_key=key)
         for choice, kinds in (
             ({"type": "none"}, ["text"]),
             ({"type": "auto", "disable_parallel_tool_use": True}, ["tool_use"]),
@@ -222,7 +231,7 @@ def test_who_waits_when_the_episode_ends_is_told() -> None:
     async def talk(url: str, key: str, session: Session) -> None:
         policy.gate.clear()
         client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
-        other = anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0)
+        other = anthropic().AsyncAnthropic(base_url=url, api_key=key, max_retries=0)
         waiting = [
             asyncio.ensure_future(client.chat.completions.create(model="m", messages=[user("Hi")])),
             asyncio.ensure_future(client.chat.completions.create(model="m", messages=[user("He")], stream=True)),
@@ -232,7 +241,7 @@ def test_who_waits_when_the_episode_ends_is_told() -> None:
             await asyncio.sleep(0.02)
         session.close()
         for told in await asyncio.gather(*waiting, return_exceptions=True):
-            assert isinstance(told, openai.BadRequestError | anthropic.BadRequestError)
+            assert isinstance(told, openai.BadRequestError | anthropic().BadRequestError)
             assert "the episode has ended" in str(told)
 
     served(policy, talk)

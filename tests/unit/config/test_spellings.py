@@ -1,0 +1,240 @@
+"""Old and newer spellings: where they go, what they become, and the warning line."""
+
+import pytest
+
+from verl_like.config.schema import find_key, suggest
+from verl_like.config.spellings import Change, canonical, newer_than_here
+
+A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (f"{A}.checkpoint.contents", f"{A}.checkpoint.save_contents"),
+        (f"{A}.optim.clip_grad", f"{A}.grad_clip"),
+        ("critic.optim.clip_grad", "critic.grad_clip"),
+        ("critic.optim.lr_scheduler_type", "critic.optim.warmup_style"),
+        ("critic.fsdp.param_offload", "critic.model.fsdp_config.param_offload"),
+        ("critic.fsdp.ulysses_sequence_parallel_size", "critic.ulysses_sequence_parallel_size"),
+        (f"{A}.fsdp_config.ulysses_sequence_parallel_size", f"{A}.ulysses_sequence_parallel_size"),
+        ("reward_model.model.fsdp_config.min_num_params", "reward_model.model.fsdp_config.wrap_policy.min_num_params"),
+        (f"{A}.fsdp_config.tp_size", f"{A}.fsdp_config.tensor_parallel_size"),
+        (f"{A}.fsdp_config.tensor_model_parallel_size", f"{A}.fsdp_config.tensor_parallel_size"),
+        (f"{A}.fsdp_config.mixed_precision.param_dtype", f"{A}.fsdp_config.dtype"),
+        ("actor_rollout_ref.model.lora.rank", "actor_rollout_ref.model.lora_rank"),
+        ("critic.model.lora.target_modules", "critic.model.target_modules"),
+        (f"{A}.use_remove_padding", "actor_rollout_ref.model.use_remove_padding"),
+        (f"{A}.use_prefix_grouper", "actor_rollout_ref.model.share_prompts"),
+        ("actor_rollout_ref.model.external_libs", "actor_rollout_ref.model.external_lib"),
+        (f"{R}.checkpoint_engine.update_weights_bucket_megabytes", f"{R}.update_weights_bucket_megabytes"),
+        ("trainer.val_generations_to_log_to_wandb", "trainer.log_val_generations"),
+        ("ray_kwargs.ray_init.num_cpus", "ray_init.num_cpus"),
+        ("ray_kwargs.timeline_json_file", "ray_init.timeline_json_file"),
+        ("reward.custom_reward_function.path", "custom_reward_function.path"),
+        ("reward.num_workers", "custom_reward_function.num_workers"),
+        ("reward.reward_manager.name", "reward_model.reward_manager"),
+        ("reward.sandbox_fusion.url", "reward_model.sandbox_fusion.url"),
+        ("reward_model.reward_kwargs.overlong_buffer_cfg.len", "reward_model.overlong_buffer.len"),
+        ("reward.reward_model.enable", "reward_model.enable"),
+        ("actor_rollout_ref.profiler.ranks", f"{A}.profiler.ranks"),
+        ("critic.profiler.tool_config.nsys.discrete", "critic.profiler.discrete"),
+        (f"{A}.profiler.tool_config.npu.discrete", f"{A}.profiler.discrete"),
+        ("global_profiler.tool", "trainer.profile_tool"),
+        ("global_profiler.steps", "trainer.profile_steps"),
+        ("global_profiler.global_tool_config.nsys.discrete", f"{A}.profiler.discrete"),
+        ("global_profiler.global_tool_config.nsys.worker_nsight_options.kill", "trainer.worker_nsight_options.kill"),
+    ],
+)
+def test_renamed(old, new):
+    (change,), warnings = canonical([Change(old, 1)])
+    assert change == Change(new, 1)
+    assert find_key(new), "an alias must lead to a key"
+    assert warnings == [f"{old} is another spelling of {new}; use {new}"]
+
+
+@pytest.mark.parametrize(
+    ("key", "old", "new", "warns"),
+    [
+        *((f"{R}.load_format", old, "dummy_dtensor", True) for old in ("auto", "dtensor", "dummy", "safetensors")),
+        (f"{R}.load_format", "dummy_megatron", "dummy_dtensor", True),
+        (f"{R}.load_format", "hf", "dummy_hf", True),
+        (f"{R}.load_format", "dummy_hf", "dummy_hf", False),
+        (f"{A}.optim.optimizer", "AdamW8bit", "adamw_8bit", True),
+        ("trainer.logger", "tracking", ["wandb"], True),
+        ("trainer.logger", "wandb", ["wandb"], False),
+        ("trainer.logger", ["stdout", "tracking"], ["console", "wandb"], True),
+        (f"{R}.top_k", 0, -1, True),
+        (f"{R}.val_kwargs.top_k", 0, -1, True),
+        (f"{R}.top_k", 50, 50, False),
+        ("data.train_files", "/a.parquet", ["/a.parquet"], False),
+        ("data.val_files", None, [], False),
+        (f"{A}.fsdp_config.model_dtype", "fp32", "float32", True),
+        (f"{R}.dtype", "bf16", "bfloat16", True),
+        (f"{A}.kl_loss_type", "k3", "low_var_kl", True),
+        ("algorithm.adv_estimator", "rloo_vectorized", "rloo", True),
+        (f"{A}.policy_loss.loss_mode", "gmpo", "geo_mean", True),
+        ("data.train_files", "${data.val_files}", "${data.val_files}", False),
+        (f"{A}.fsdp_config.mixed_precision.reduce_dtype", "bf16", "bfloat16", True),
+        ("critic.model.fsdp_config.mixed_precision.buffer_dtype", "fp32", "float32", True),
+        ("trainer.test_freq", False, -1, True),
+        ("trainer.save_freq", False, -1, True),
+        ("trainer.save_freq", 0, -1, True),
+        ("actor_rollout_ref.model.lora.merge", False, False, False),  # beside keys that are not available
+        ("trainer.n_gpus_per_node", "8", 8, False),
+        ("trainer.n_gpus_per_node", "auto", "auto", False),
+        ("trainer.profile_tool", "npu", "torch", True),
+        ("custom_reward_function.name", None, "compute_score", False),
+    ],
+)
+def test_values(key, old, new, warns):
+    (change,), warnings = canonical([Change(key, old)])
+    assert change == Change(key, new)
+    assert bool(warnings) is warns
+
+
+def test_global_sizes_stay_and_warn():
+    changes, warnings = canonical([Change(f"{A}.ppo_micro_batch_size", 64)])
+    assert changes == [Change(f"{A}.ppo_micro_batch_size", 64)]
+    assert "divided by the data-parallel size; use actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu" in warnings[0]
+    assert canonical([Change(f"{A}.ppo_micro_batch_size", None)])[1] == []
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("env.trian.tags", "env.train.tags"),
+        ("env.val.num_group", "env.val.num_groups"),
+        ("env.tags", "env.train.tags"),
+        ("actor_rollout_ref.model.lora.merg", "actor_rollout_ref.model.lora.merge"),
+        ("critic.model.lora.mergee", "critic.model.lora.merge"),
+    ],
+)
+@pytest.mark.parametrize("value", [None, False, "x"])
+def test_a_misspelt_key_beside_keys_of_ours_is_told_what_it_was_meant_to_be(typed, meant, value):
+    assert canonical([Change(typed, value)]) == ([Change(typed, value)], []), "it was dropped, as if it were verl's"
+    assert newer_than_here(typed) is None
+    assert suggest(typed) == f"; did you mean {meant}?"
+
+
+def test_dropped_keys_say_why():
+    changes, warnings = canonical([Change("critic.rollout_n", 8)])
+    assert (changes, warnings) == ([], ["critic.rollout_n has no effect: it follows actor_rollout_ref.rollout.n"])
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("critic.model.fsdp_config.use_orig_params", True),
+        (f"{A}.fsdp_config.use_orig_params", True),
+        ("actor_rollout_ref.ref.fsdp_config.forward_only", True),
+        (f"{R}.skip_tokenizer_init", False),
+        (f"{R}.trust_remote_code", True),
+        (f"{R}.profiler.ranks", [0]),
+        (f"{A}.profiler.tool_config.npu.level", "level0"),
+        ("reward_model.use_reward_loop", True),
+        ("reward_model.rollout.data_parallel_size", 1),
+        ("reward.reward_model.rollout.temperature", 1.0),
+        ("reward.reward_model.rollout.disaggregation.enabled", False),
+        ("reward_model._target_", "verl.workers.config.RewardModelConfig"),
+        ("global_profiler.save_path", "x"),
+        (f"{R}.data_parallel_size", 1),
+        ("critic.optim.optimizer_impl", "torch.optim"),
+        ("transfer_queue.enable", False),
+        ("global_profiler.finish_hook_cmd", None),
+        ("actor_rollout_ref.model.torch_dtype", "bfloat16"),  # of no effect in verl either
+        (f"{R}.multi_turn.num_repeat_rollouts", 4),
+        (f"{R}.trace.token2text", True),
+        # from verl's own ppo_trainer.yaml of 0.5 to 0.9, at its defaults
+        ("trainer.npu_profile.options.level", "level1"),
+        ("trainer.esi_redundant_time", 0),
+        (f"{A}.optim.warmup_style", None),
+        (f"{A}.optim.zero_indexed_step", True),
+        (f"{A}.fsdp_config.seed", 42),
+        (f"{A}.fsdp_config.forward_only", False),
+        (f"{A}.fsdp_config.qat.ignore_patterns", ["lm_head"]),
+        ("critic.fsdp.qat.mode", "w4a16"),
+        ("critic.fsdp.use_torch_compile", True),
+        ("critic.fsdp.turbo_config.distributed.fsdp_plan.param_dtype", "bf16"),
+        (f"{R}.prometheus.port", 9090),
+        (f"{R}.mtp", "${oc.select:actor_rollout_ref.model.mtp, null}"),
+        (f"{R}.name", "???"),
+        ("actor_rollout_ref.model.lora.dropout", 0.0),
+        ("actor_rollout_ref.ref.router_replay.mode", "disabled"),
+        ("distillation.distillation_loss.topk", 32),
+        ("reward_model.rollout.dtype", None),
+        (f"{A}.pad_to_length", False),
+        (f"{A}.fsdp_config.pad_to_length", "${oc.select:actor_rollout_ref.actor.pad_to_length,False}"),
+    ],
+)
+def test_what_asks_for_nothing_else_is_dropped_with_a_warning(key, value):
+    changes, (warning,) = canonical([Change(key, value)])
+    assert changes == [] and warning.startswith(f"{key} has no effect: ")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        (f"{R}.data_parallel_size", 2),
+        ("transfer_queue.enable", True),
+        (f"{A}.qat.enable", True),
+        (f"{R}.trace.backend", "weave"),
+        ("skip.rollout.steps", [1]),
+        ("actor_rollout_ref.model.lora.dropout", 1.0),
+        (f"{A}.pad_to_length", True),
+    ],
+)
+def test_what_asks_for_something_else_stays_and_is_refused(key, value):
+    assert canonical([Change(key, value)]) == ([Change(key, value)], [])
+    assert find_key(key) is None
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "found"),
+    [
+        (f"{A}.use_remove_padding", "${oc.select:actor_rollout_ref.model.use_remove_padding,false}", None),
+        ("data.tool_config_path", f"${{oc.select:{R}.multi_turn.tool_config_path, null}}", None),
+        (
+            "critic.profiler.tool_config.nsys.discrete",
+            "${oc.select:global_profiler.global_tool_config.nsys.discrete}",
+            Change("critic.profiler.discrete", f"${{oc.select:{A}.profiler.discrete}}"),
+        ),
+        (f"{A}.kl_loss_coef", "${oc.select:no.such.key,0.01}", Change(f"{A}.kl_loss_coef", 0.01)),
+        (f"{A}.grad_clip", "${.clip_ratio}", Change(f"{A}.grad_clip", "${.clip_ratio}")),
+        ("trainer.project_name", "${oc.env:USER}", Change("trainer.project_name", "${oc.env:USER}")),
+    ],
+)
+def test_what_follows_another_key_follows_its_name_of_today(key, value, found):
+    """And nothing follows itself, as keys with two spellings in verl's own files would."""
+    assert canonical([Change(key, value)])[0] == ([] if found is None else [found])
+
+
+F = f"{A}.fsdp_config"
+M = "actor_rollout_ref.model"
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (Change(f"{A}.strategy", "deepspeed_zero2"),
+         [Change(f"{A}.strategy", "fsdp2"), Change(f"{F}.reshard_after_forward", False)]),
+        (Change(f"{A}.strategy", "deepspeed_zero3_cpuoffload"),
+         [Change(f"{A}.strategy", "fsdp2"), Change(f"{F}.offload_policy", True)]),
+        (Change("critic.strategy", "deepspeed_zero3"),
+         [Change("critic.strategy", "fsdp2"), Change("critic.model.fsdp_config.reshard_after_forward", True)]),
+        (Change(f"{A}.strategy", "fsdp"), [Change(f"{A}.strategy", "fsdp2")]),
+        (Change("reward_model.strategy", "fsdp"), [Change("reward_model.strategy", "fsdp2")]),
+        (Change(f"{A}.strategy", "fsdp2_train"), [Change(f"{A}.strategy", "fsdp2")]),
+        (Change(f"{M}.disable_gradient_checkpointing", True), [Change(f"{M}.enable_gradient_checkpointing", False)]),
+        (Change(f"{M}.recompute_granularity", None), [Change(f"{M}.enable_gradient_checkpointing", False)]),
+    ],
+)  # fmt: skip
+def test_one_setting_that_stands_for_several(change, expected):
+    changes, warnings = canonical([change])
+    assert changes == expected and len(warnings) == 1 and "is another spelling of" in warnings[0]
+    assert all(find_key(new.key) for new in changes)
+
+
+def test_ordinary_values_of_those_keys_are_left_alone():
+    same = [Change(f"{A}.strategy", "fsdp2"), Change(f"{M}.recompute_granularity", "selective")]
+    assert canonical(same) == (same, [])

@@ -1,0 +1,119 @@
+"""Rules of the models that are trained: checkpoints, micro-batches, sharding, LoRA, the reference."""
+
+import math
+
+from verl_like.config.batch_plan import two_policies
+from verl_like.config.micro_batches import Cut, cuts
+from verl_like.config.ppo import PPOConfig
+from verl_like.config.roles import every_role, needs_reference, roles_of
+from verl_like.config.rollout import NEUTRAL, distortions
+from verl_like.config.rule import Findings, idle, rule
+from verl_like.config.schema import get_value
+
+_ACTOR, _REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
+_MERGE, _BYPASS = "actor_rollout_ref.model.lora.merge", "algorithm.rollout_correction.bypass_mode"
+_PACKED, _SAMPLING = "use_remove_padding", tuple(f"actor_rollout_ref.rollout.{name}" for name in NEUTRAL)
+_MANY_TOKENS = 2**20  # no process holds the activations of so many
+_CHECKPOINTS = (
+    *(f"{_ACTOR}.checkpoint.load_contents", f"{_ACTOR}.checkpoint.save_contents"),
+    *("critic.checkpoint.load_contents", "critic.checkpoint.save_contents"),
+)
+_ROLES = tuple(every_role(PPOConfig()).values())
+_CUTS = tuple(cut for passes in cuts(PPOConfig()).values() for cut in passes.values())
+
+
+@rule(*_CHECKPOINTS, reads=("trainer.resume_mode", "trainer.save_freq"))
+def checkpoints_hold_what_is_loaded(config: PPOConfig) -> Findings:
+    """A resume loads what was saved."""
+    resumes = config.trainer.resume_mode == "auto" and (config.trainer.save_freq or -1) > 0
+    for names in (_CHECKPOINTS[:2], _CHECKPOINTS[2:]) if resumes else ():
+        if missing := sorted(set(get_value(config, names[0])) - set(get_value(config, names[1])) - {"hf_model"}):
+            yield names, f"it asks for {missing}, which is not saved: a resume would fail; set them equal"
+
+
+@rule(f"{_ACTOR}.checkpoint.save_contents", kind="risky", reads=("trainer.save_freq",))
+def checkpoints_hold_the_model(config: PPOConfig) -> Findings:
+    """A run is resumed from a checkpoint with the model."""
+    if (config.trainer.save_freq or -1) > 0 and "model" not in config.actor_rollout_ref.actor.checkpoint.save_contents:
+        return "it leaves out model: a run cannot be resumed from such checkpoints"
+
+
+@rule(*(key for role in _ROLES for key in (role.tensor_key, role.ulysses_key, f"{role.model_section}.{_PACKED}")))
+def tensor_parallel_role(config: PPOConfig) -> Findings:
+    """Tensor parallelism of a role works on packed tokens, and excludes Ulysses."""
+    for role in (role for role in roles_of(config).values() if role.tensor > 1):
+        if role.ulysses > 1:
+            yield (role.tensor_key, role.ulysses_key), "a role has one of the two; set one to 1"
+        if not role.model.use_remove_padding:
+            yield (role.tensor_key, f"{role.model_section}.{_PACKED}"), "it works on packed tokens; set it to True"
+
+
+@rule("actor_rollout_ref.model.lora_rank", _MERGE, "actor_rollout_ref.rollout.name")
+def adapters_apart(config: PPOConfig) -> Findings:
+    """The engine keeps adapters of that rank apart, or they are merged."""
+    rollout, rank = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model.lora_rank
+    most = rollout.engine.adapter_rank
+    if most is not None and rank > most and not config.actor_rollout_ref.model.lora.merge:
+        keeps = f"keeps adapters up to rank {most}" if most else "is sent whole weights"
+        return f"{rollout.name} {keeps}; set model.lora.merge=True{'' if most else ', or rollout.name=vllm'}"
+
+
+@rule(f"{_ACTOR}.old_log_probs", _BYPASS, kind="risky", reads=_SAMPLING)
+def ratios_begin_at_one(config: PPOConfig) -> Findings:
+    """Old log-probs of the sampler are those of the model's own distribution."""
+    correction, changed = config.algorithm.rollout_correction, distortions(config.actor_rollout_ref.rollout)
+    bypass = "leave bypass_mode and old_log_probs out"
+    key, fix = (
+        (_BYPASS, bypass) if correction.bypass_mode else (f"{_ACTOR}.old_log_probs", "set old_log_probs=recompute")
+    )
+    if changed and two_policies(config.actor_rollout_ref.actor, correction):
+        why = "the sampler's log-probs are those of the changed distribution, the trainer's of the model's own"
+        names = (key, *(f"actor_rollout_ref.rollout.{each.partition('=')[0]}" for each in changed))
+        return names, f"{why}: ratios are not 1 before the first update; leave the others at their defaults, or {fix}"
+
+
+@rule(*dict.fromkeys(cut.budget_key for cut in _CUTS), kind="risky")
+def budgets_fit_sequences(config: PPOConfig) -> Findings:
+    """A token budget holds a sequence of full length, and not more than there will ever be."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    whole = config.data.train_batch_size * config.actor_rollout_ref.rollout.n * longest
+    for key, cut in {cut.budget_key: cut for cut in _used(config) if cut.by_tokens}.items():
+        if key.endswith(".ppo_max_token_len_per_gpu") and cut.budget * cut.ulysses < longest:
+            less = f"it is below data.max_prompt_length + data.max_response_length = {longest}"
+            why = "a longer sequence makes a micro-batch of its own and takes more memory than planned"
+            yield (key,), f"{less}: {why}; set it to {math.ceil(longest / cut.ulysses)} or more"
+        elif cut.budget > max(whole, _MANY_TOKENS):
+            why = f"it is more than a whole rollout batch can hold ({whole} tokens)"
+            yield (key,), f"{why}: nothing is cut, and memory is not bounded; set it to what fits one process"
+
+
+def _used(config: PPOConfig) -> list[Cut]:
+    return [cut for role in roles_of(config).values() for cut in role.passes.values()]
+
+
+@rule(*dict.fromkeys(key for cut in _CUTS for key in (cut.budget_key, cut.per_gpu_key, cut.total_key)), kind="idle")
+def sizes_that_cut_no_pass(config: PPOConfig) -> Findings:
+    """other settings cut the passes of this run (missing roles have rows of their own)"""
+    used = _used(config)
+    deciding = {cut.deciding_key for cut in used}
+    reasons = {key: why for cut in used for key, why in cut.idle_keys.items() if key not in deciding}
+    yield from (((key,), why) for key, why in reasons.items())
+
+
+idle(
+    f"{_REF}.",
+    when=lambda c: not needs_reference(c),
+    why=f"no KL term needs a reference ({_ACTOR}.use_kl_loss and algorithm.use_kl_in_reward are false)",
+)
+idle(
+    *(f"{_REF}.fsdp_config.", f"{_REF}.use_torch_compile"),
+    when=lambda c: needs_reference(c) and c.actor_rollout_ref.model.lora_rank > 0,
+    why="with LoRA the reference is the actor's own base model (actor_rollout_ref.model.lora_rank)",
+)
+idle("critic.model.lora.merge", when=lambda c: True, why="a critic's weights are not sent to a rollout engine")
+idle("critic.model.custom_chat_template", when=lambda c: True, why="the critic sees the policy's tokens")
+idle(
+    *("trainer.profile_tool", "actor_rollout_ref.actor.profiler.", "actor_rollout_ref.ref.profiler."),
+    *("critic.profiler.", "reward_model.profiler."),
+    when="trainer.profile_steps is empty: it names no step",
+)

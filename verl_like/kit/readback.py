@@ -1,0 +1,81 @@
+"""Comparison of what workers built with what the configuration asks: a difference is one line of the start.
+
+Libraries change what they are asked for: transformers falls back to another attention, an engine lowers a length or
+chooses a cache's precision by itself, an option of engine_kwargs wins over a key of ours. The objects as they were
+built are asked here, not the arguments that they were given.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from verl_like.config.roles import ROLLOUT
+from verl_like.engine.fsdp import FSDPEngine
+from verl_like.models import attention, families, lora
+from verl_like.models.heads import dtype_of
+from verl_like.parallel.dist import ProcessInfo
+from verl_like.rollout.build import rollout_dtype
+from verl_like.workers.spec import WorkerSpec
+
+Reading = tuple[str, Any, Any]  # key, what it asks for, what was built
+
+
+def differences(spec: WorkerSpec, process: ProcessInfo, roles: Mapping[str, Any]) -> list[str]:
+    """List a line for each setting of a rank's roles that was built otherwise than asked: key, asked, got."""
+    engines = {name: getattr(role, "engine", None) for name, role in roles.items()}
+    readings = [each for engine in engines.values() if isinstance(engine, FSDPEngine) for each in of_model(engine)]
+    if ROLLOUT in roles:
+        readings += of_rollout(spec, process, roles[ROLLOUT].engine.effective())
+    return [f"{key}: {asked} was asked for, but {got} was built" for key, asked, got in readings if asked != got]
+
+
+def of_rollout(spec: WorkerSpec, process: ProcessInfo, built: Mapping[str, Any]) -> Iterator[Reading]:
+    """Compare a rollout engine's settings (RolloutEngine.effective) with rollout.*."""
+    rollout = spec.config.actor_rollout_ref.rollout
+    derived = {
+        "dtype": rollout_dtype(rollout, process.device),
+        "max_model_len": spec.max_model_len,
+        "kv_cache_dtype": rollout.engine_kwargs.vllm.get("kv_cache_dtype", "auto"),  # no key of ours
+    }
+    for name, got in built.items():
+        yield f"actor_rollout_ref.rollout.{name}", derived[name] if name in derived else getattr(rollout, name), got
+
+
+def of_model(engine: FSDPEngine) -> Iterator[Reading]:
+    """Compare a model, its adapters and its optimizer with the keys of their role."""
+    role, optimizer, named = engine.role, engine.optimizer, dict(engine.model.named_parameters())
+    section, text = role.sharding_section, engine.model.hf.config.get_text_config()
+    attends = attention.ATTENTION_NAME if engine.packed else families.padded_attention(engine.hf_config)
+    key = f"{role.model_section}.use_remove_padding={engine.packed}, attention"
+    yield key, attends, getattr(text, "_attn_implementation", None)
+    if role.optim is None or optimizer is None:
+        yield from ((f"{section}.dtype", engine.compute_dtype, each.dtype) for each in named.values())
+        return
+    with_lora = role.model.lora_rank > 0
+    frozen = "visual." if role.freeze_vision_tower and families.sees(engine.hf_config) else None
+    trained = [name for name in named if (lora.is_trained(name) if with_lora else frozen is None or frozen not in name)]
+    yield f"{role.section}.optim, tensors", len(trained), sum(len(group["params"]) for group in optimizer.param_groups)
+    if with_lora:
+        yield from _of_adapters(engine)
+    for name in trained:
+        if lora.is_adapter(name) or not with_lora:  # the head of a value model is as the base
+            yield f"{section}.model_dtype", dtype_of(role.fsdp.model_dtype), named[name].dtype
+    groups: list[dict[str, Any]] = optimizer.param_groups
+    for group, name in itertools.product(groups, ("lr", "betas", "eps", "weight_decay")):
+        asked = getattr(role.optim, name)
+        yield f"{role.section}.optim.{name}", tuple(asked) if name == "betas" else asked, group[name]
+
+
+def _of_adapters(engine: FSDPEngine) -> Iterator[Reading]:
+    """Compare ranks and scales of the adapters with model.lora_*, and what they adapt with target_modules."""
+    model, section = engine.role.model, engine.role.model_section
+    built = {name: each for name, each in engine.model.named_modules() if isinstance(each, lora.LoRALinear)}
+    for each in built.values():
+        yield f"{section}.lora_rank", model.lora_rank, each.lora_A.out_features
+        yield f"{section}.lora_alpha", model.lora_alpha, each.scale * each.lora_A.out_features
+    if isinstance(model.target_modules, list) and model.exclude_modules is None:
+        last = {name.rpartition(".")[2] for name in built}
+        for target in model.target_modules:
+            yield f"{section}.target_modules, {target}", True, target.rpartition(".")[2] in last
