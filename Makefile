@@ -14,7 +14,7 @@ DOCS_VENV ?= .venv-docs
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-minutes test-engines test-all bench-driver mutations test-gpu gpu-report twin-wheels twin-cuda lint format types docs clean
+.PHONY: help setup quickstart test test-minutes test-engines test-all twin bench-driver mutations test-gpu gpu-report twin-wheels twin-cuda lint format types docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -26,18 +26,21 @@ quickstart: setup ## train a tiny model on additions with GRPO, no download: abo
 	@$(PY) recipes/quickstart/run.py $(ARGS)
 
 test: setup ## the test suite: at most 14 minutes on 2 quiet cores
-	$(PYTEST) $(PARALLEL) -m "not slow and not gpu and not engines" $(ARGS)
+	$(PYTEST) $(PARALLEL) -m "not slow and not gpu and not engines and not twin" $(ARGS)
 
 test-minutes: setup ## the same, and tests/minutes.txt: minutes of CPU by folder (ARGS=tests/e2e: of that one)
-	$(PYTEST) $(PARALLEL) -p tests.worlds.ledger -m "not slow and not gpu and not engines" $(ARGS)
+	$(PYTEST) $(PARALLEL) -p tests.worlds.ledger -m "not slow and not gpu and not engines and not twin" $(ARGS)
 
 test-engines: WORKERS = 2
 test-engines: ## the tests of second engines (SGLang is installed for them), servers, further pools: 10 minutes on 2 quiet cores
 	@$(if $(NO_SETUP),true,WITH_SGLANG=1 bash scripts/setup_env.sh)
-	$(PYTEST) $(PARALLEL) -m "engines and not slow and not gpu" $(ARGS)
+	$(PYTEST) $(PARALLEL) -m "engines and not slow and not gpu and not twin" $(ARGS)
 
 test-all: setup ## also the tests marked slow (kills, soaks, three seeds of the quickstart): an hour
 	$(PYTEST) -m "not gpu" $(ARGS)
+
+twin: setup ## whole steps on fake GPUs, at the sizes users train: 10 minutes on 2 quiet cores; needs a C++ compiler
+	$(PYTEST) $(PARALLEL) -m twin tests/twin $(ARGS)
 
 bench-driver: setup ## the driver's own work on a small batch: fails at twice the copies of it that were measured (300)
 	OMP_NUM_THREADS=1 $(PY) -m verl_like.cli bench driver --prompts 128 --rounds 5 --most-copies 600

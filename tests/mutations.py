@@ -255,7 +255,7 @@ ENGINE_AND_ROLLOUT = [
     Mutation(
         "a step with a gradient that is not finite",
         "engine/fsdp.py",
-        "finite = math.isfinite(float(norm))",
+        "finite = math.isfinite(size)",
         "finite = True",
         "engine/test_fsdp_engine.py",
     ),

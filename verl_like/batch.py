@@ -159,11 +159,13 @@ class TensorStruct(metaclass=_Struct):
         moved = {n: v.to(device, non_blocking=True) for n, v in self.columns().items() if isinstance(v, Tensor)}
         return self.replace(**moved)
 
-    def with_forms(self) -> Self:
-        """A copy that keeps the padded form of each column from when it is first asked for: a micro-batch's, whose loss
-        asks often. Of a whole batch they would be most of the memory."""
-        copy = self.replace()
-        object.__setattr__(copy, "_forms", {})
+    def with_forms(self, device: torch.device | str | None = None) -> Self:
+        """A copy, on `device` where one is given, that keeps the padded form of each column from when it is first asked
+        for: a micro-batch's, whose loss asks often. Of a whole batch they would be most of the memory."""
+        copy = self.replace() if device is None else self.to(device)
+        lengths = {name: value for name in _ENDINGS if (value := getattr(self, name, None)) is not None}
+        widths = {(name, "width"): int(value.max()) if len(value) else 0 for name, value in lengths.items()}
+        object.__setattr__(copy, "_forms", widths)  # of the lengths here: a device would be waited for
         return copy
 
     def padded(self, values_T: Tensor, length: str = _RESPONSES, fill: float = 0) -> Tensor:
@@ -176,8 +178,8 @@ class TensorStruct(metaclass=_Struct):
         if key in forms:
             return forms[key][1]
         length_B = getattr(self, length)
-        if length not in forms:  # the same for all columns, and on a device a wait for it
-            width = int(length_B.max()) if len(length_B) else 0
+        if length not in forms:  # the same for all columns
+            width = forms[length, "width"] if forms else int(length_B.max()) if len(length_B) else 0
             index = values_T.device.type != "cpu" or values_T.requires_grad
             forms[length] = width, places(length_B, width, _SIDES[length], len(values_T)) if index else None
         width, places_T = forms[length]

@@ -14,11 +14,11 @@ import pytest
 
 from tests.architecture.source import Source, package_sources, parse
 
-MOST_LINES = {"core": 32_022, "plugins": 12_095, "kit": 9_486}  # of code, by ring
+MOST_LINES = {"core": 32_044, "plugins": 12_095, "kit": 9_830}  # of code, by ring
 MOST_SMALL_FILES = {
     "core": 33,
     "plugins": 35,
-    "kit": 17,
+    "kit": 19,
 }  # with fewer than SMALL lines of any kind, __init__.py left out
 SMALL = 60
 _PROSE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

@@ -139,7 +139,7 @@ class FSDPEngine(ShardedModel):
                 for part in self._cut(batch, rule):
                     with microbatch.told(part), self._rescue.forward(gathers_alone=self._gathers_alone(other)):
                         answers = self._answers(part and part[1], want, temperature, other)
-                        answers = {name: values.float().cpu() for name, values in answers.items()}
+                        answers = {name: values.float() for name, values in answers.items()}
                     if part is not None:
                         order += part[0]
                         for name, parts in found.items():
@@ -150,7 +150,8 @@ class FSDPEngine(ShardedModel):
             order, found = self._rescue.repeated("forward pass", rule, batch, attempt)
             self.sharding.reshard()
         length_B, back = batch.response_length_B, torch.argsort(torch.tensor(order)).tolist()
-        joined = {name: torch.cat(parts or [torch.zeros(0)]) for name, parts in found.items()}
+        # One transfer a column: the host would wait for the device at each.
+        joined = {name: torch.cat(parts or [torch.zeros(0)]).cpu() for name, parts in found.items()}
         return {name: take_rows(values_T, length_B[order], back) for name, values_T in joined.items()}
 
     def _gathers_alone(self, other: Head | None) -> bool:
@@ -185,22 +186,23 @@ class FSDPEngine(ShardedModel):
         return answers if group is None else {name: group.join(answers[name]) for name in sorted(answers)}
 
     def _model_input(self, rows: Sequences | None) -> packing.ModelInput:
+        device = self.device if self._row_group is None else torch.device("cpu")  # slices are cut there
         if rows is None:
-            inputs = packing.placeholder(self.device, packed=self.packed, vision=self._vision)
+            inputs = packing.placeholder(device, packed=self.packed, vision=self._vision)
         else:
-            inputs = self._whole_input(rows)
+            inputs = self._whole_input(rows, device)
         if self._row_group is None:
             return inputs
         take_slice = packing.take_slice if self.sharding.tensor_group is None else tensor_plan.take_slice
-        return take_slice(inputs, self._row_group)
+        return take_slice(inputs, self._row_group).to(self.device)
 
-    def _whole_input(self, rows: Sequences) -> packing.ModelInput:
+    def _whole_input(self, rows: Sequences, device: torch.device) -> packing.ModelInput:
         wanted_T = packing.response_positions(rows, sampled_only=self.kind == "policy")
         if isinstance(self.model, PolicyModel):
             microbatch.check_vocabulary(rows.response_ids_T[wanted_T], self.model.vocab_size)
         if not self.packed:
-            return packing.pad(rows, wanted_T, self.device, vision=self._vision)
-        return packing.pack(rows, wanted_T, self.device, share_prompts=self.shares_prompts, vision=self._vision)
+            return packing.pad(rows, wanted_T, device, vision=self._vision)
+        return packing.pack(rows, wanted_T, device, share_prompts=self.shares_prompts, vision=self._vision)
 
     def _check_want(self, want: frozenset[str]) -> None:
         compares = self.kind == "policy" and (self._reference is not None or self._adapters is not None)
@@ -331,7 +333,7 @@ class FSDPEngine(ShardedModel):
         """Compute the objective of one micro-batch, for which everything is padded; zero without rows."""
         if rows is None:
             return microbatch.zero_loss(outputs), {}
-        rows = rows.to(self.device).with_forms()
+        rows = rows.with_forms(self.device)
         padded = {name: rows.padded(values_T) for name, values_T in outputs.items()}
         return objective.loss_fn(padded, rows, objective.denominators)
 
@@ -349,7 +351,8 @@ class FSDPEngine(ShardedModel):
         assert self.optimizer is not None and self.schedule is not None
         sharding.add_l2_gradient(self.sharding.parameters(), self._l2_coeff)
         norm, rate = self.sharding.gradient_norm(), self.schedule.rate()
-        finite = math.isfinite(float(norm))
+        size = float(norm)  # waits for the device: once a step
+        finite = math.isfinite(size)
         if finite:
             if self.role.grad_clip is not None and self.role.grad_clip > 0:
                 sharding.clip_gradients(self.sharding.parameters(), norm, self.role.grad_clip)
@@ -357,11 +360,9 @@ class FSDPEngine(ShardedModel):
                 group["lr"] = rate
             self.optimizer.step()
             exact = all(parameter.dtype == torch.float32 for parameter in self.sharding.parameters())
-            self.changes = self.changes.after_step(lr=rate, grad_norm=float(norm), exact=exact)
+            self.changes = self.changes.after_step(lr=rate, grad_norm=size, exact=exact)
         elif not self._loss_scale.settles:
-            log.warning(
-                "gradient norm %s: optimizer step skipped (schedule step %d)", float(norm), self.schedule.steps_done
-            )
+            log.warning("gradient norm %s: optimizer step skipped (schedule step %d)", size, self.schedule.steps_done)
         skipped = float(not finite and not self._loss_scale.settles and self.process.rank == 0)  # once, not per rank
-        metrics = {"grad_norm": Metric(value=float(norm)), "lr": Metric(value=rate), **self._loss_scale.stepped(finite)}
+        metrics = {"grad_norm": Metric(value=size), "lr": Metric(value=rate), **self._loss_scale.stepped(finite)}
         return metrics | {"skipped_steps": Metric(value=skipped, reduction="sum")}

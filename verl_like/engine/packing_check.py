@@ -15,6 +15,7 @@ from verl_like.models.heads import PolicyModel, TokenModel
 from verl_like.models.vision import VisionProcessor
 from verl_like.parallel.ulysses import SequenceRanks
 
+CPU = torch.device("cpu")
 # maximum difference allowed in log-probs (or values): rounding of other matrix shapes, far below any leak seen
 _TOLERANCE = {torch.float32: 1e-3}
 _HALF_TOLERANCE = 0.3
@@ -78,9 +79,9 @@ def _outputs(
     root: nn.Module, rows: Sequences, device: torch.device, group: SequenceRanks | None, vision: VisionProcessor | None
 ) -> Tensor:
     wanted_T = packing.response_positions(rows, sampled_only=False)
-    inputs = packing.pack(rows, wanted_T, device, share_prompts=True, vision=vision)
+    inputs = packing.pack(rows, wanted_T, device if group is None else CPU, share_prompts=True, vision=vision)
     if group is not None:
-        inputs = tensor_plan.take_slice(inputs, group)
+        inputs = tensor_plan.take_slice(inputs, group).to(device)
     outputs = root(inputs, frozenset({"log_probs"}), 1.0)
     answers = inputs.unpack(next(iter(outputs.values()))).float()
     return answers if group is None else group.join(answers)

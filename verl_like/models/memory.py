@@ -23,7 +23,9 @@ _WIDE = 4  # a float32 number: norms, log-probs, the head's logits
 _INDEX = 8  # a token id, a position
 _BLOCK = 64  # [tokens] of queries at a time in models/attention_groups.py
 _PRODUCTS_LENGTH = 512  # [tokens] of a row up to which a CPU keeps attention weights (models/attention_groups.py)
-_CHUNK_COPIES = 3  # of the head's logits alive at once (models/fused_linear.py)
+# Copies of a chunk of the head's logits alive at once in a backward pass (models/fused_linear.py), on a CPU with what
+# products of another precision are cast to. A forward pass has one, and one for the entropy's terms.
+_CHUNK_COPIES, _CPU_CHUNK_COPIES = 2, 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +155,10 @@ def activation_bytes(shape: Shape, path: Path, tokens: int, row: int, predicted:
 
 def recomputed_bytes(shape: Shape, path: Path, tokens: int, row: int) -> float:
     """Bytes that the layer at work computes again in the backward pass."""
-    return 0.0 if path.recompute == "none" else tokens * layer_bytes(shape, path, row)
+    if path.recompute == "none":
+        return 0.0
+    kept = _products_bytes(shape, path, row) if path.recompute == "selective" and not path.on_cpu else 0.0
+    return tokens * (layer_bytes(shape, path, row) - kept)
 
 
 def _products_bytes(shape: Shape, path: Path, row: int) -> float:
@@ -176,10 +181,15 @@ def _head_bytes(shape: Shape, path: Path, tokens: int) -> float:
     return small + (_WIDE * shape.vocab if tokens * shape.vocab <= KEEP_ELEMENTS else 0)
 
 
-def head_work_bytes(shape: Shape, path: Path, tokens: int, *, backward: bool) -> float:
-    """Bytes that the output head needs while it works: chunks of logits, gradients of its weight and of its input."""
-    logits = tokens * shape.vocab
-    chunk = _WIDE * (_CHUNK_COPIES if backward else 2) * min(CHUNK_ELEMENTS, logits)
+def head_work_bytes(shape: Shape, path: Path, tokens: int, *, backward: bool, entropy: bool = True) -> float:
+    """Bytes that the output head needs while it works: chunks of logits, gradients of its weight and of its input.
+
+    entropy: wanted beside the log-probs.
+    """
+    logits, copies = tokens * shape.vocab, 2 if entropy or path.on_cpu else 1
+    if backward:
+        copies = _CPU_CHUNK_COPIES if path.on_cpu else _CHUNK_COPIES
+    chunk = _WIDE * copies * min(CHUNK_ELEMENTS, logits)
     if not path.fused_head:
         chunk = _WIDE * (3 if backward else 2) * logits
     if not backward:

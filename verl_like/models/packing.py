@@ -11,6 +11,7 @@ Letters: b rows, P prompt, R response, T packed tokens, S segments (= rows), N t
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -46,11 +47,19 @@ class Segments:
     ) -> None:
         self.lengths, self.own_lengths = tuple(lengths), tuple(own_lengths or lengths)
         self.max_length, self.max_own_length = max(self.lengths), max(self.own_lengths)
-        self.layout = None if layout is None else layout.to(device)
-        self.cu_seqlens = _bounds(self.lengths, device)  # int32 [S + 1]
-        self.cu_own = self.cu_seqlens if layout is None else _bounds(self.own_lengths, device)
+        self.layout = layout
+        self.cu_seqlens = _bounds(self.lengths)  # int32 [S + 1]
+        self.cu_own = self.cu_seqlens if layout is None else _bounds(self.own_lengths)
         self.parallel: SequenceRanks | None = None  # where each rank holds a slice of the tokens
         self.groups: Groups | None = None  # layout for batched attention calls, where one is needed
+        self.move_(device)
+
+    def move_(self, device: torch.device) -> None:
+        """Move the bounds, and what finds tokens, to a device; the host does not wait for it."""
+        shared = self.cu_own is self.cu_seqlens
+        self.cu_seqlens = self.cu_seqlens.to(device, non_blocking=True)
+        self.cu_own = self.cu_seqlens if shared else self.cu_own.to(device, non_blocking=True)
+        self.layout = None if self.layout is None else self.layout.to(device)
 
     def with_filling(self, count: int, parallel: SequenceRanks) -> Segments:
         """Segments for tokens sliced over `parallel`, with `count` tokens of padding as one more sequence."""
@@ -61,8 +70,8 @@ class Segments:
         return filled
 
 
-def _bounds(lengths: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+def _bounds(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +93,21 @@ class ModelInput:
         kwargs: dict[str, Any] = {"position_ids": self.position_ids, "attention_mask": self.attention_mask}
         return kwargs if self.segments is None else kwargs | {"segments": self.segments}
 
+    def to(self, device: torch.device) -> ModelInput:
+        """The input on a device, images apart, which are there. It leaves pageable memory at once: nobody waits."""
+        if self.segments is not None:
+            self.segments.move_(device)
+        moved = {name: getattr(self, name) for name in _MOVED}
+        return dataclasses.replace(
+            self, **{n: t.to(device, non_blocking=True) for n, t in moved.items() if t is not None}
+        )
+
     def unpack(self, values_N: Tensor) -> Tensor:
         """Spread answers [N] over the response tokens of the batch [T], zero elsewhere; differentiable."""
         return values_N.new_zeros(self.num_out).index_copy(0, self.out_N, values_N)
+
+
+_MOVED = ("input_ids", "position_ids", "attention_mask", "select_N", "targets_N", "out_N")
 
 
 def response_positions(batch: Sequences, *, sampled_only: bool) -> Tensor:
@@ -135,16 +156,16 @@ def pack(
         position_ids = torch.cat([position[None], torch.cat(axes, dim=1)])[:, None, kept]
         images = vision.load(torch.cat(features)[kept][None], media, device)
     return ModelInput(
-        input_ids=tokens[kept][None].to(device),
-        position_ids=position_ids.to(device),
+        input_ids=tokens[kept][None],
+        position_ids=position_ids,
         attention_mask=None,
-        segments=_segments(length_S, own_S, shared_S, first_S, start_S, device),
-        select_N=select_N.to(device),
-        targets_N=rows.response_ids_T[chosen_N].long().to(device),
-        out_N=places_T[chosen_N].to(device),
+        segments=_segments(length_S, own_S, shared_S, first_S, start_S),
+        select_N=select_N,
+        targets_N=rows.response_ids_T[chosen_N].long(),
+        out_N=places_T[chosen_N],
         num_out=len(wanted_T),
         images=images,
-    )
+    ).to(device)
 
 
 def _with_media(rows: Sequences) -> list[tuple[int, Sequence[MediaHandle]]]:
@@ -159,15 +180,13 @@ def _wanted(wanted_T: Tensor, rows: Sequences) -> tuple[Tensor, Tensor, Tensor]:
     return chosen_N, row_N, chosen_N - (length_B.cumsum(0) - length_B)[row_N]
 
 
-def _segments(
-    length_S: Tensor, own_S: Tensor, shared_S: Tensor, first_S: Tensor, start_S: Tensor, device: torch.device
-) -> Segments:
+def _segments(length_S: Tensor, own_S: Tensor, shared_S: Tensor, first_S: Tensor, start_S: Tensor) -> Segments:
     if torch.equal(own_S, length_S):
-        return Segments(length_S.tolist(), device)
+        return Segments(length_S.tolist(), length_S.device)
     asks = own_S > 0  # a row that shares and has one response token has nothing to compute
     number_S = asks.cumsum(0) - 1
     layout = shared_layout(length_S[asks], shared_S[asks], number_S[first_S[asks]], start_S[asks])
-    return Segments(length_S[asks].tolist(), device, own_lengths=own_S[asks].tolist(), layout=layout)
+    return Segments(length_S[asks].tolist(), length_S.device, own_lengths=own_S[asks].tolist(), layout=layout)
 
 
 def pad(
@@ -189,16 +208,16 @@ def pad(
         images = vision.load(feature_ids, media, device)
     chosen_N, row_N, column_N = _wanted(wanted_T, batch)
     return ModelInput(
-        input_ids=input_ids.to(device),
-        position_ids=position_ids.to(device),
-        attention_mask=attention_mask.to(device),
+        input_ids=input_ids,
+        position_ids=position_ids,
+        attention_mask=attention_mask,
         segments=None,
-        select_N=(row_N * width + batch.prompt_length_B[row_N] - 1 + column_N).to(device),
-        targets_N=batch.response_ids_T[chosen_N].long().to(device),
-        out_N=chosen_N.to(device),
+        select_N=row_N * width + batch.prompt_length_B[row_N] - 1 + column_N,
+        targets_N=batch.response_ids_T[chosen_N].long(),
+        out_N=chosen_N,
         num_out=len(wanted_T),
         images=images,
-    )
+    ).to(device)
 
 
 def placeholder(device: torch.device, *, packed: bool, vision: VisionProcessor | None = None) -> ModelInput:
@@ -221,7 +240,7 @@ def take_slice(whole: ModelInput, parallel: SequenceRanks) -> ModelInput:
     """Cut this rank's slice out of a packed input; the last slice is filled up with a segment of padding.
 
     Targets were taken before, so a token whose successor is in the next slice keeps its own. `segments` and positions
-    stay those of the whole.
+    stay those of the whole. Cut it on the CPU: on a device the host would wait for the number of answers.
     """
     assert whole.segments is not None
     total = whole.input_ids.shape[1]

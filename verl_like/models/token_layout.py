@@ -72,12 +72,13 @@ class TokenLayout:
         return replace(self, gather_K=gather_K, home_T=torch.cat([self.home_T, len(self.gather_K) + more]))
 
     def to(self, device: torch.device) -> TokenLayout:
-        """The layout on another device."""
+        """The layout on another device; the host does not wait for it."""
+        copied = None if self.copied_C is None else self.copied_C.to(device, non_blocking=True)
         return TokenLayout(
-            gather_K=self.gather_K.to(device),
-            home_T=self.home_T.to(device),
-            copied_C=None if self.copied_C is None else self.copied_C.to(device),
-            further=tuple(slots.to(device) for slots in self.further),
+            gather_K=self.gather_K.to(device, non_blocking=True),
+            home_T=self.home_T.to(device, non_blocking=True),
+            copied_C=copied,
+            further=tuple(slots.to(device, non_blocking=True) for slots in self.further),
         )
 
 

@@ -124,15 +124,32 @@ class Model:
     def gathered(self, *, backward: bool) -> float:
         """Whole weights in the compute precision: the root and two layers, or all where they are kept."""
         keeps = not self.fsdp.reshard_after_forward or (self.alone and self.path.on_cpu)
-        if keeps and (backward or self.alone):
+        if keeps and (backward or self.alone or not self.path.on_cpu):
             return float(self.path.c * self.shape.all_weights)
-        return self.path.c * (self.shape.root_weights + 2 * self.shape.layer_weights)
+        return self.path.c * (self.shape.root_weights + 2 * self.layer())
+
+    def last_layer(self) -> float:
+        """Bytes of one layer's weights that are gone from a GPU when the head works, of the two that are counted."""
+        return 0.0 if self.path.on_cpu or not self.fsdp.reshard_after_forward else self.path.c * self.layer()
+
+    def layer(self) -> float:
+        """Weights of one layer, of which a tensor-parallel rank has its split alone."""
+        return self.shape.layer_weights / self.fsdp.tensor_parallel_size
+
+    def sent_root(self) -> float:
+        """Bytes of the root's gather, which FSDP2 holds beside its copy until the first layer's weights are there."""
+        return 0.0 if self.alone or self.path.on_cpu or self.fsdp.offload_policy else self._root()
+
+    def _root(self) -> float:
+        return float(self.path.c * self.shape.root_weights)
 
     def forward(self, tokens: int) -> dict[str, float]:
         """A pass without gradient."""
+        head = partial(memory.head_work_bytes, self.shape, self.path, tokens, backward=False)
         work = max(
             memory.layer_work_bytes(self.shape, self.path, tokens, backward=False),
-            memory.head_work_bytes(self.shape, self.path, tokens, backward=False) if self.name != "critic" else 0.0,
+            head(entropy=self.name != REF) - self.last_layer() if self.name != CRITIC else 0.0,
+            self.sent_root(),
         )
         return self._own(optimizer=False) | {
             "gathered weights": self.gathered(backward=False),
@@ -140,26 +157,41 @@ class Model:
         }
 
     def update(self, tokens: int, row: int, micro_batches: int) -> dict[str, float]:
-        """Forward and backward pass and the optimizer's step: the largest of three moments of the backward pass."""
+        """Forward and backward pass and the optimizer's step: the largest moment of the backward pass."""
         shape, path = self.shape, self.path
-        layer, root = self.trained_share() * shape.layer_weights, self.trained_share() * shape.root_weights
-        head = 0.0 if self.name == "critic" else memory.head_work_bytes(shape, path, tokens, backward=True)
+        layer, root = self.trained_share() * self.layer(), self.trained_share() * shape.root_weights
+        head = 0.0 if self.name == CRITIC else memory.head_work_bytes(shape, path, tokens, backward=True)
+        gradients, gathered = self.gradients(micro_batches), self.gathered(backward=True)
         # Bytes of a weight's gradient that are not among the kept: it is added to them at once in their own precision.
         new = 0 if self.whole(micro_batches) and path.c == 4 else path.c
+        came = 4 / self.shards if path.on_cpu else 0.0  # elsewhere the sum is the gradient, or is added to it at once
+        first = root  # of the root's gradients those that are there before the layers': the head's
+        if not path.on_cpu:
+            first = 0.0 if self.name == CRITIC else min(root, self.trained_share() * shape.vocab * shape.hidden)
         at_layers = (
             memory.recomputed_bytes(shape, path, tokens, row)
             + memory.layer_work_bytes(shape, path, tokens, backward=True)
-            + (path.c + 4 + 4 / self.shards) * layer  # gradient, what is sent, what comes
-            + new * root
+            + (path.c + 4 + came) * layer  # gradient, what is sent, what comes
+            + new * first
         )
         activations = memory.activation_bytes(shape, path, tokens, row)
-        at_root = max(new + 4, 4 + 4 / self.shards) * root + 4 * layer  # a gradient goes when it is copied to be sent
-        gradients = self.gradients(micro_batches)
-        at_head = activations + head - (gradients if micro_batches == 1 else 0)  # there are none yet
-        peak = max(at_head, activations + at_layers, at_root)
+        at_root = max(new + 4, 4 + came) * root  # a gradient goes when it is copied to be sent
+        none_yet = gradients if micro_batches == 1 else 0.0
+        if path.on_cpu:
+            at_root += 4 * layer
+        else:
+            at_layers -= none_yet * root / max(1.0, self.trained)
+            if self.fsdp.reshard_after_forward:  # weights that are gone by then
+                at_root -= path.c * 2 * self.layer() if self.alone else gathered
+        peak = max(
+            activations + head - none_yet - self.last_layer(),
+            activations + at_layers,
+            at_root,
+            self.sent_root() - none_yet,
+        )
         return self._own(optimizer=True) | {
             "gradients": gradients,
-            "gathered weights": self.gathered(backward=True),
+            "gathered weights": gathered,
             "activations": activations,
             "work": peak - activations,
         }
@@ -227,6 +259,10 @@ def forecast(config: PPOConfig, actor: memory.Shape, critic: memory.Shape | None
     sent = (actor.all_weights if whole else actor.vocab * actor.hidden) * _rollout_bytes(config, machine)
     phases = {"gen": beside(ROLLOUT) | engine | cache}
     phases["update_weights"] = beside(ACTOR) | models[ACTOR]._own(optimizer=False) | {"buffers": sent}
+    if config.actor_rollout_ref.rollout.sync_probe and not machine.on_cpu:  # a forward pass of a few tokens, before
+        probe = models[ACTOR].forward(1)
+        passes = probe["gathered weights"] + probe["work"]
+        phases["update_weights"] |= {"buffers": max(sent, passes)}
     if pools[ACTOR] == pools[ROLLOUT]:
         phases["update_weights"] |= engine
     own = config.actor_rollout_ref.actor
