@@ -91,9 +91,18 @@ ALLOWED: dict[str, set[str]] = {
     **dict.fromkeys(
         ("kit.explaining", "kit.export", "kit.forecast", "kit.readback", "kit.replaying", "kit.report"), KIT_LEVEL
     ),
-    "kit.twin": KIT_LEVEL,
+    **dict.fromkeys(("kit.twin", "kit.why"), KIT_LEVEL),
     **dict.fromkeys(
-        ("kit.bench", "kit.run_diff", "kit.selfcheck", "kit.serving", "kit.speed", "kit.stored_weights", "kit.verbs"),
+        (
+            "kit.bench",
+            "kit.run_diff",
+            "kit.selfcheck",
+            "kit.serving",
+            "kit.speed",
+            "kit.stored_weights",
+            "kit.verbs",
+            "kit.why",
+        ),
         KIT_LEVEL,
     ),
 }

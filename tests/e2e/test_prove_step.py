@@ -14,7 +14,12 @@ from verl_like.trainer.compose import compose
 from verl_like.trainer.run import fit
 from verl_like.workers.roles import ActorRole
 
-KEYS: dict[str, Any] = {"trainer.prove_step": True, "trainer.total_training_steps": 1, "trainer.save_freq": 1}
+KEYS: dict[str, Any] = {
+    "trainer.prove_step": True,
+    "trainer.total_training_steps": 1,
+    "trainer.save_freq": 1,
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 4,  # two updates a step: old log-probs are computed before
+}
 
 
 def test_the_outcome_is_in_log_report_and_checkpoint(

@@ -1,4 +1,4 @@
-"""Why two runs differ: the first quantity of a step that is not the same, and the keys that can explain it.
+"""Reason why two runs differ: the first quantity of a step that is not the same, and the keys that can explain it.
 
 The second may be another trainer's: a table with one row for each response, see `read_table`.
 """
@@ -109,7 +109,7 @@ _OTHERS_TABLE = "the table has no configuration: compare its trainer's settings 
 
 
 def _of_no_account(key: str) -> bool:
-    """Where files go, and what is reported, changes no number."""
+    """True for keys that change no number: where files go, and what is reported."""
     names = r"trainer\.(log_dir|default_local_dir|experiment_name|project_name|logger|.*freq|console|resume|max_.*ckpt)"
     return re.match(names, key) is not None
 

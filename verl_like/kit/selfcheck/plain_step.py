@@ -382,7 +382,8 @@ def _borrowed(config: PPOConfig) -> list[str]:
         found.append(f"algorithm.adv_estimator={algorithm.adv_estimator}")
     if algorithm.use_kl_in_reward and algorithm.kl_penalty == FULL_KL_KIND:
         found.append("algorithm.kl_penalty=full")
-    for name in ("length_reward", "overlong_buffer"):
-        if getattr(config.reward_model, name).enable:
-            found.append(f"reward_model.{name}")
+    if config.reward_model.length_reward.enable:
+        found.append("reward_model.length_reward")
+    if config.reward_model.overlong_buffer.enable:
+        found.append("reward_model.overlong_buffer")
     return found

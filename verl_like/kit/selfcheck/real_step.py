@@ -38,7 +38,7 @@ Section = TypeVar("Section")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RealStep:
-    """What the driver and the workers made of a step."""
+    """Outcome of a step that the driver and the workers made."""
 
     evaluated: Evaluated
     experience: Experience  # of the rows that are trained on
@@ -88,6 +88,7 @@ def small(config: PPOConfig, ranks: int) -> PPOConfig:
         config,
         actor_rollout_ref=dataclasses.replace(policy, hybrid_engine=True, actor=actor, ref=ref, rollout=rollout),
         critic=critic,
+        algorithm=dataclasses.replace(config.algorithm, use_pf_ppo=False),
         data=dataclasses.replace(config.data, train_batch_size=whole),
         reward_model=dataclasses.replace(config.reward_model, enable=False),
         trainer=dataclasses.replace(

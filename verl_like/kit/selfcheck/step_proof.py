@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import tempfile
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from torch import Tensor
 from verl_like.algorithms.kl import FULL_KL_KIND
 from verl_like.batch import PromptRow, Rollouts, Scores, pad_rows
 from verl_like.config import OptimConfig, PPOConfig
+from verl_like.config.errors import RunStopped
 from verl_like.config.roles import REF, needs_critic, roles_of
 from verl_like.engine.optim import Schedule
 from verl_like.kit.forecast.machine import available_memory
@@ -23,11 +25,13 @@ from verl_like.kit.selfcheck.plain import PlainModel
 from verl_like.kit.selfcheck.plain_adapters import with_noise
 from verl_like.kit.selfcheck.plain_step import PlainOptimizer, PlainRecord, PlainRole, PlainStep
 from verl_like.kit.selfcheck.real_step import RealStep, real_steps, small
-from verl_like.kit.selfcheck.report import Finding
+from verl_like.kit.selfcheck.report import Finding, table
 from verl_like.kit.selfcheck.work import comparable, longest_row, with_first_layers
 from verl_like.models.loading import load_hf_config, load_tokenizer
 
 _BYTES = 80  # of a weight: the plain step's float64 with moments and copies, the run's float32 and what is gathered
+logger = logging.getLogger(__name__)
+
 _NO_GRADIENT = 1e-8  # norm
 _STEPS = 2  # in the second the policy is no longer its reference
 _NEAR, _SCALED, _CHANGED = 2e-4, 2e-4, 5e-3  # of log-probs and values; of what is whitened or summed; of Adam's steps
@@ -39,8 +43,26 @@ def prove_step(config: PPOConfig, *, ranks: int) -> tuple[list[Finding], list[st
     LoRA begins with adapters of noise. The first line that differs names the place. Memory: about _BYTES a weight.
     """
     config, notes = with_first_layers(config, _BYTES, available_memory() // 2)
+    notes += ["not checked: algorithm.use_pf_ppo, which is off in the proof"] if config.algorithm.use_pf_ppo else []
     with tempfile.TemporaryDirectory() as folder:
         return _proved(comparable(with_noise(config, Path(folder))), notes, ranks)
+
+
+def prove_at_start(config: PPOConfig, ranks: int, file: Path) -> None:
+    """Make the proof at the start of a run (trainer.prove_step) and write its table.
+
+    Raises RunStopped, naming the first line that differs.
+    """
+    findings, notes = prove_step(config, ranks=ranks)
+    text = "\n".join([*notes, table(findings)])
+    file.write_text(text + "\n", encoding="utf-8")
+    logger.info("%s\n%s", file, text)
+    wrong = [each for each in findings if not each.passed]
+    if wrong:
+        raise RunStopped(
+            f"trainer.prove_step=True: {wrong[0].name} differs from a plain step by {wrong[0].difference:.1e} (limit "
+            f"{wrong[0].limit:.0e}), the first of {len(wrong)} such lines: see {file} and docs/selfcheck.md"
+        )
 
 
 def _proved(config: PPOConfig, notes: list[str], ranks: int) -> tuple[list[Finding], list[str]]:
@@ -135,8 +157,12 @@ def frozen_rollouts(config: PPOConfig, vocab_size: int) -> tuple[Rollouts, Score
     score_B, valid_B = number.round(), torch.ones(len(rows), dtype=torch.bool)
     score_B[: min(n, 2)] = torch.tensor([1.0, 0.0])[: min(n, 2)]  # a group with a signal, whatever was drawn
     valid_B[-1] = len(rows) < 4
+    starts_BR = mask_BR & ~mask_BR.roll(1, dims=1).index_fill(1, torch.tensor([0]), False)
+    step_BR = (starts_BR.cumsum(dim=1) - 1).masked_fill(~mask_BR, -1).int()  # a turn is a run of sampled tokens
     episode_B = torch.arange(len(rows))
-    if n > 3:  # the third and fourth row are one episode, whose history was rewritten
+    if (
+        n > 3 and not config.algorithm.estimator.turns
+    ):  # the third and fourth row are one episode, whose history was rewritten
         episode_B[3], score_B[3] = 2, score_B[2]
     keys = [key for key in config.algorithm.gdpo_reward_keys if key != "score"]
     hard = config.actor_rollout_ref.actor.sample_weight.difficulty_key
@@ -148,6 +174,8 @@ def frozen_rollouts(config: PPOConfig, vocab_size: int) -> tuple[Rollouts, Score
         response_mask_BR=mask_BR,
         group_B=torch.arange(len(rows)) // n,
         episode_B=episode_B,
+        step_BR=step_BR if config.algorithm.estimator.turns else None,
+        anchor_BR=step_BR.long() if config.algorithm.estimator.turns else None,
         weight_version_BR=torch.zeros_like(response_ids_BR),
         finish_reasons=["length" if row % 6 == 1 else "stop" for row in rows],
         rows=[

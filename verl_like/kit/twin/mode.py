@@ -45,7 +45,7 @@ class Collective:
 
 @dataclass(slots=True)
 class Counts:
-    """What one rank's device did since the counts were taken last."""
+    """Counts of one rank's device since they were taken last."""
 
     waits: dict[str, int] = field(default_factory=dict)  # "<kind> <file>:<line> <function>": how often
     copied: dict[str, int] = field(default_factory=dict)  # [bytes] "to host", "to device"
@@ -175,7 +175,7 @@ def _add(counts: dict[str, int], name: str, number: int) -> None:
 
 
 def _leaves(values: Iterable[Any]) -> list[Any]:
-    """What is in values, and in lists among them; operators have no other containers."""
+    """Yield the values, and those in lists among them; operators have no other containers."""
     found: list[Any] = []
     for value in values:
         found += _leaves(value) if isinstance(value, list | tuple) else [value]

@@ -17,7 +17,7 @@ SOURCE = Path(__file__).with_name("native.cpp")
 
 
 def missing() -> str:
-    """What the twin needs and this machine has not, in a word; "" where nothing is missing."""
+    """Name what the twin needs and this machine lacks, in a word; "" where nothing is missing."""
     torch = importlib.util.find_spec("torch")
     if torch is not None and torch.origin is not None and list(Path(torch.origin).parent.glob("lib/libtorch_cuda.so")):
         return "torch's CPU build: the CUDA build has hooks of its own"
