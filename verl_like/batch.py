@@ -155,9 +155,9 @@ class TensorStruct(metaclass=_Struct):
         return cls(**joined)
 
     def to(self, device: torch.device | str) -> Self:
-        """A copy with every tensor on `device`."""
-        moved = {n: v.to(device, non_blocking=True) for n, v in self.columns().items() if isinstance(v, Tensor)}
-        return self.replace(**moved)
+        """A copy with every tensor on `device`. The host waits for what comes to it, and not for what goes."""
+        ahead, tensors = torch.device(device).type != "cpu", self.columns().items()
+        return self.replace(**{n: v.to(device, non_blocking=ahead) for n, v in tensors if isinstance(v, Tensor)})
 
     def with_forms(self, device: torch.device | str | None = None) -> Self:
         """A copy, on `device` where one is given, that keeps the padded form of each column from when it is first asked

@@ -72,14 +72,11 @@ class TokenLayout:
         return replace(self, gather_K=gather_K, home_T=torch.cat([self.home_T, len(self.gather_K) + more]))
 
     def to(self, device: torch.device) -> TokenLayout:
-        """The layout on another device; the host does not wait for it."""
-        copied = None if self.copied_C is None else self.copied_C.to(device, non_blocking=True)
-        return TokenLayout(
-            gather_K=self.gather_K.to(device, non_blocking=True),
-            home_T=self.home_T.to(device, non_blocking=True),
-            copied_C=copied,
-            further=tuple(slots.to(device, non_blocking=True) for slots in self.further),
-        )
+        """The layout on another device. The host waits for what comes to it, and not for what goes."""
+        whole, ahead = [self.gather_K, self.home_T, *self.further], device.type != "cpu"
+        gather_K, home_T, *further = (slots.to(device, non_blocking=ahead) for slots in whole)
+        copied = None if self.copied_C is None else self.copied_C.to(device, non_blocking=ahead)
+        return TokenLayout(gather_K=gather_K, home_T=home_T, copied_C=copied, further=tuple(further))
 
 
 class _Spread(torch.autograd.Function):

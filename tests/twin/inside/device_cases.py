@@ -22,8 +22,8 @@ from tests.unit.rollout.test_vllm_sleep import Recorder
 from verl_like.cluster import local, resources
 from verl_like.cluster.worker_group import RankEnv
 from verl_like.config import PPOConfig, ProfilerConfig
-from verl_like.config.enums import ProfileTool
 from verl_like.config.reward_rollout import RewardRolloutConfig
+from verl_like.config.trainer import ProfileTool
 from verl_like.engine import state
 from verl_like.kit.bench import ranks
 from verl_like.kit.bench.meters import LiveBytes
@@ -47,7 +47,7 @@ from verl_like.plugins.vllm.engine import VLLMRolloutEngine
 from verl_like.rollout.rng import preserve_rng
 from verl_like.rollout.rollout_engine import GenerationRequest, SamplingParams
 from verl_like.rollout.step_loop import StepLoop
-from verl_like.trainer.build import resolve_world
+from verl_like.trainer.facts import resolve_world
 from verl_like.trainer.nsight import check_nsight
 from verl_like.weight_sync import broadcast
 from verl_like.workers.profiling import WorkerProfiler
@@ -226,7 +226,7 @@ def test_the_world_is_that_of_the_cards(card: stand_in.Card, monkeypatch: pytest
     config = PPOConfig()
     assert resolve_world(config) == ("cuda", card.devices)
     config.trainer.device = cast(Any, "cuda")
-    monkeypatch.setattr("verl_like.trainer.build.has_further_pools", lambda config: True)
+    monkeypatch.setattr("verl_like.trainer.facts.has_further_pools", lambda config: True)
     with pytest.raises(ValueError, match="takes every GPU of a machine"):
         resolve_world(config)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -271,7 +271,7 @@ def test_a_reward_models_server_gets_its_devices() -> None:
     assert server.server_environment("cuda", "1,2")["CUDA_VISIBLE_DEVICES"] == "1,2"
     rollout = RewardRolloutConfig(name="sglang", enforce_eager=False, cudagraph_capture_sizes=[1, 2])
     module, options, _ = server.sglang(rollout, "/model", "cuda")
-    assert module == "sglang.launch_server" and options["cuda-graph-bs"] == [1, 2]
+    assert module == "sglang.launch_server" and options["cuda-graph-bs-decode"] == [1, 2]
 
 
 # --- models and engines -----------------------------------------------------------------------------------------------
