@@ -37,15 +37,19 @@ def run_inside(
 ) -> str:
     """Run pytest inside the twin with these arguments; a failure there is one here. Returns its output."""
     command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "tests.twin.dry_run", "--timeout", str(timeout)]
-    done = subprocess.run(
-        [*command, "-rs", *arguments],
-        env=environment(devices, lines),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-    assert done.returncode == 0, done.stdout[-12_000:] + done.stderr[-4_000:]
-    if lines is not None:
-        (lines / f"{secrets.token_hex(4)}.done").touch()
+    ended = "failed"  # also by the time limit: nobody waits for it longer
+    try:
+        done = subprocess.run(
+            [*command, "-rs", *arguments],
+            env=environment(devices, lines),
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+        assert done.returncode == 0, done.stdout[-12_000:] + done.stderr[-4_000:]
+        ended = "done"
+    finally:
+        if lines is not None:
+            (lines / f"{secrets.token_hex(4)}.{ended}").touch()
     return done.stdout
