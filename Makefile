@@ -5,8 +5,7 @@ PY := $(VENV)/bin/python
 # Bytecode of this package and its tests is kept, in __pycache__: without it, each of some hundred processes compiles anew.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(PY) -m pytest
 # Test processes, each with whole files; those that start Ray run in one of them. WORKERS=0: in one process (--pdb).
-# Three for two cores: tests wait for processes, time limits and disks a quarter of their time.
-WORKERS ?= 3
+WORKERS ?= 2
 PARALLEL = -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 PYTHON_CUDA ?= python3.12
 # mkdocs and what it needs: apart, so that nothing of the tested stack changes.
@@ -25,13 +24,12 @@ setup: ## make the virtual environment (.venv) with everything in it; see script
 quickstart: setup ## train a tiny model on additions with GRPO, no download: about 4 minutes on 2 cores
 	@$(PY) recipes/quickstart/run.py $(ARGS)
 
-test: setup ## the test suite: at most 14 minutes on 2 quiet cores
+test: setup ## the test suite: about 18 minutes on 2 cores
 	$(PYTEST) $(PARALLEL) -m "not slow and not gpu and not engines and not twin" $(ARGS)
 
 test-minutes: setup ## the same, and tests/minutes.txt: minutes of CPU by folder (ARGS=tests/e2e: of that one)
 	$(PYTEST) $(PARALLEL) -p tests.worlds.ledger -m "not slow and not gpu and not engines and not twin" $(ARGS)
 
-test-engines: WORKERS = 2
 test-engines: ## the tests of second engines (SGLang is installed for them), servers, further pools: 10 minutes on 2 quiet cores
 	@$(if $(NO_SETUP),true,WITH_SGLANG=1 bash scripts/setup_env.sh)
 	$(PYTEST) $(PARALLEL) -m "engines and not slow and not gpu and not twin" $(ARGS)

@@ -89,7 +89,10 @@ def test_a_run_and_its_resume_train_every_prompt_once(tmp_path: Path, tiny_model
 
 
 def test_a_run_without_a_correction_is_refused(tmp_path: Path, tiny_model: Path) -> None:
-    with pytest.raises(ConfigError, match=r"trainer.mode=colocate_async without a correction.*leave rollout_is o"):
+    with pytest.raises(
+        ConfigError,
+        match=r"trainer.mode=colocate_async with algorithm.rollout_correction.rollout_is=None.*leave rollout_is o",
+    ):
         compose(line_of(tmp_path, tiny_model, **{"algorithm.rollout_correction.rollout_is": None}))
 
 

@@ -79,7 +79,8 @@ def test_the_package_installs_from_what_is_copied_before(file: Path, tmp_path: P
     """Without its dependencies; in the CPU image scripts/setup_env.sh gives this very command."""
     tree = tmp_path / "image"
     copy_until_install(file.read_text(), tree)
-    install = ["install", "--no-deps", "--no-build-isolation", "--no-index", "--prefix", str(tmp_path / "prefix")]
+    install = ["install", "--no-deps", "--no-build-isolation", "--no-index", "--ignore-installed"]
+    install += ["--prefix", str(tmp_path / "prefix")]  # without --ignore-installed pip takes the own one away
     done = subprocess.run([*PIP, *install, "-e", str(tree)], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
     assert (tmp_path / "prefix/bin/verl-like").is_file()

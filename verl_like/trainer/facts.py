@@ -44,7 +44,7 @@ class Fact(functools.cached_property[T]):
     def __get__(self, facts: Any, owner: type[Any] | None = None) -> T:  # pyright: ignore[reportIncompatibleMethodOverride]
         name = str(self.attrname)
         if name in facts.failed:
-            raise facts.failed[name]
+            raise facts.failed[name].with_traceback(None)  # each reader adds its own
         try:
             return super().__get__(facts, owner)
         except (ValueError, OSError) as error:

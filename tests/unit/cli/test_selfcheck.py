@@ -33,12 +33,15 @@ def test_a_difference_ends_with_status_1(
         return 2 * value, metrics
 
     monkeypatch.setattr(PolicyObjective, "__call__", doubled)
-    keys = [f"actor_rollout_ref.model.path={tiny_model}", "algorithm.adv_estimator=grpo"]
+    keys = [f"actor_rollout_ref.model.path={tiny_model}", "algorithm.adv_estimator=grpo", "data.train_files=x.parquet"]
+    keys.append("actor_rollout_ref.rollout.n=4")
     with pytest.raises(SystemExit, match="1"):
         main(["selfcheck", "--rows", "6", "--ranks", "1", *keys])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"model: {tiny_model}" and "256 tokens; the model has no more positions" in lines[1]
-    assert {line.split("  ")[0] for line in lines if line.endswith("DIFFERENT")} == {
+    wrong = [line.split("  ")[0] for line in lines if line.endswith("DIFFERENT")]
+    assert next(name for name in wrong if name.startswith("step")) == "step 1: actor: mini-batch 1: gradient norm"
+    assert {name for name in wrong if name.startswith("plain")} == {
         "plain model: loss",
         "plain model: gradient",
         "plain model: a row of 256 tokens: loss",

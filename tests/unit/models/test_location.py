@@ -32,7 +32,7 @@ def model(tmp_path: Path) -> Path:
     ("settings", "message"),
     [
         ([f"{A}="], rf"{A}= is empty \(a shell variable that is not set\?\)"),
-        ([f"{A}=''"], rf"{A}='' is empty \(an unset shell variable\?\)"),
+        ([f"{A}=''"], rf"{A}='': it is empty \(an unset shell variable\?\)"),
         ([f"{A}=/m", "algorithm.adv_estimator=gae", "critic.model.path="], r"^critic\.model\.path= is empty"),
     ],
 )
