@@ -24,7 +24,7 @@ setup: ## make the virtual environment (.venv) with everything in it; see script
 quickstart: setup ## train a tiny model on additions with GRPO, no download: about 4 minutes on 2 cores
 	@$(PY) recipes/quickstart/run.py $(ARGS)
 
-test: setup ## the test suite: about 18 minutes on 2 cores
+test: setup ## the test suite: 20 to 25 minutes on 2 cores
 	$(PYTEST) $(PARALLEL) -m "not slow and not gpu and not engines and not twin" $(ARGS)
 
 test-minutes: setup ## the same, and tests/minutes.txt: minutes of CPU by folder (ARGS=tests/e2e: of that one)
