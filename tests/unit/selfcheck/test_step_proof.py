@@ -47,6 +47,12 @@ CONFIGS: dict[str, list[str]] = {
         f"{CORRECTION}.rollout_is=token",
         f"{CORRECTION}.rollout_is_threshold=2.0",
     ],
+    "l2, wide clip": [
+        "algorithm.adv_estimator=dr_grpo",
+        f"{ACTOR}.grad_clip=1000",
+        f"{ACTOR}.optim.l2_coeff=0.1",
+        f"{ACTOR}.optim.weight_decay=0",
+    ],
     "lora": ["algorithm.adv_estimator=rloo", "actor_rollout_ref.model.lora_rank=4"],
     "kl in reward": ["algorithm.adv_estimator=reinforce_plus_plus", "algorithm.use_kl_in_reward=True"],
 }
@@ -62,7 +68,7 @@ class Plain:
 
     def __init__(self, keys: list[str], model: str, folder: Path) -> None:
         composed = compose([*COMMON, *keys, f"actor_rollout_ref.model.path={model}", f"critic.model.path={model}"])
-        self.config = small(comparable(with_noise(composed, folder)), 1)
+        self.config = small(comparable(with_noise(composed, folder / "adapters")), 1, str(folder))
         step = plain_step(self.config, len(CHARACTERS) + 3)
         self.rollouts, self.scores = step.rollouts, step.scores
         self.record: PlainRecord = step.run()
@@ -204,12 +210,12 @@ FAULTS: dict[str, tuple[str, Plant, str]] = {
     "the worker forgets the correction": (
         "one update",
         around(worker_roles.ActorRole, "__init__", without_correction),
-        "actor: mini-batch 1: gradient norm",
+        "actor: mini-batch 1: policy loss",
     ),
     "denominators of the whole batch": (
         "grpo",
         around(roles, "denominators_of", of_the_whole_batch),
-        "actor: mini-batch 1: gradient norm",
+        "actor: mini-batch 1: policy loss",
     ),
     "the last mini-batch is dropped": (
         "grpo",

@@ -53,6 +53,9 @@ CONFIGS: dict[str, list[str]] = {
         f"{CORRECTION}.loss_type=reinforce",
     ],
     "one update": [*ROWS_ALONE, *IS_AND_RS[:1], f"{ACTOR}.ppo_mini_batch_size=1024"],
+    "capped": [*ROWS_ALONE, f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=5.0"],
+    "vetoed": [*ROWS_ALONE, f"{CORRECTION}.rollout_token_veto_threshold=1e-4"],
+    "skipped": [*ROWS_ALONE, f"{ACTOR}.ratio_skip_threshold=2.0"],
     "critic": ["actor_rollout_ref.rollout.n=2", "algorithm.adv_estimator=gae", "data.train_files=x.parquet"],
 }
 FULL_KL = [f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=full", f"{ACTOR}.kl_loss_coef=0.5"]
@@ -260,11 +263,29 @@ def without_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FSDPEngine, "_answers", other)
 
 
+def of_another_actor(monkeypatch: pytest.MonkeyPatch, **keys: Any) -> None:
+    """Build the objective with some of the actor's keys set otherwise."""
+    own = PolicyObjective.__init__
+
+    def other(self: PolicyObjective, actor: Any, *given: Any, **options: Any) -> None:
+        own(self, dataclasses.replace(actor, **keys), *given, **options)
+
+    monkeypatch.setattr(PolicyObjective, "__init__", other)
+
+
+def of_another_correction(monkeypatch: pytest.MonkeyPatch, **keys: Any) -> None:
+    """Correct on the driver with some keys set otherwise."""
+    own = driver.correct_on_driver
+    monkeypatch.setattr(
+        driver, "correct_on_driver", lambda rule, *given: own(dataclasses.replace(rule, **keys), *given)
+    )
+
+
 VALUE, GRADIENT, LOG_PROBS = "plain model: loss", "plain model: gradient", "plain model: log-probs"
 BOTH = {VALUE, GRADIENT}
 OWN = {f"plain model: old log-probs of the update itself: {name}" for name in ("loss", "gradient")}
 CRITIC = {f"plain model: critic: {name}" for name in ("loss", "gradient")}
-# fault -> configuration, how it is planted, lines of the table that must find it (docs/engine.md shows this list)
+# fault -> configuration, how it is planted, lines of the table that must find it (docs/selfcheck.md shows this list)
 FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None], set[str]]] = {
     "loss x2": ("by token", lambda m: scaled(m, 2.0), BOTH),
     "sign flipped": ("by token", lambda m: scaled(m, -1.0), BOTH),
@@ -308,6 +329,14 @@ FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None], set[str]]] = 
     "rows without advantage uncounted": ("by row", zero_rows_uncounted, BOTH),
     "a row set apart that has a gradient": ("by row", first_set_apart, {GRADIENT}),
     "truncated rows trained on": ("by row", truncated_kept, BOTH),
+    "no dual clip": ("by token", lambda m: of_another_actor(m, clip_ratio_c=None), BOTH),
+    "far rows not skipped": ("skipped", lambda m: of_another_actor(m, ratio_skip_threshold=None), BOTH),
+    "no cap on importance weights": (
+        "capped",
+        lambda m: of_another_correction(m, rollout_is_threshold="1e9"),
+        BOTH,
+    ),
+    "no veto": ("vetoed", lambda m: of_another_correction(m, rollout_token_veto_threshold=None), BOTH),
     "critic's loss x2": ("critic", lambda m: scaled(m, 2.0, ValueObjective), CRITIC),
     "critic's value clip left out": ("critic", unclipped_values, CRITIC),
     "values of the state after the token": ("critic", late_values, {*CRITIC, "plain model: critic: values"}),

@@ -70,6 +70,7 @@ class PlainPolicyLoss:
     old: OldLogProbs
     rows: list[PlainRow] = field(init=False)
     joining: Joining = field(init=False)
+    terms: dict[str, float] = field(init=False, default_factory=dict)  # of the rows so far, by the metric's name
 
     def __post_init__(self) -> None:
         rollouts, scores, actor = self.material.rollouts, self.material.scores, self.config.actor_rollout_ref.actor
@@ -99,6 +100,7 @@ class PlainPolicyLoss:
     def of(self, numbers: Sequence[int]) -> Self:
         """The loss of one mini-batch: some rows of the batch, with counts and weights of their own."""
         part = copy.copy(self)
+        part.terms = {}
         by_number = {row.number: row for row in self.rows}
         part.rows = [by_number[number] for number in numbers if number in by_number]
         if self.config.actor_rollout_ref.actor.sample_weight.scope == "mini_batch":
@@ -158,6 +160,10 @@ class PlainPolicyLoss:
                 row.selected_R = selected_R[: len(row.mask_R)]
         return self
 
+    def add(self, name: str, part: Tensor) -> None:
+        """Count a row's part of a term."""
+        self.terms[name] = self.terms.get(name, 0.0) + part.item()
+
     def numbers(self, column_BR: Tensor, row: PlainRow) -> list[float]:
         return self.cut(column_BR, row.number).double().tolist()
 
@@ -183,12 +189,15 @@ class PlainPolicyLoss:
         if weight_R is not None:
             loss_R = loss_R * weight_R
         loss = self.joining.row(loss_R * row.sample_weight, row, joined)
+        self.add("pg_loss", loss)
         if actor.use_kl_loss:
             kl_R = full_kl_R
             if kl_R is None or actor.kl_loss_type != FULL_KL_KIND:
                 kl_R = kl_term(log_probs_R - self.cut(material.ref_log_probs_BR, row.number), str(actor.kl_loss_type))
             kl_R = kl_R * ratio_R if actor.use_unbiased_kl else kl_R
-            loss = loss + actor.kl_loss_coef * self.joining.row(kl_R, row, mode)
+            kl = self.joining.row(kl_R, row, mode)
+            self.add("kl_loss", kl)
+            loss = loss + actor.kl_loss_coef * kl
         loss = actor.rl_loss_coef * loss - actor.entropy_coeff * self.joining.row(entropy_R, row, mode)
         if actor.sft_loss_coef and float(material.scores.score_B[row.number]) > 0:
             loss = loss + actor.sft_loss_coef * self.joining.row(-log_probs_R, row, mode)
@@ -291,7 +300,9 @@ class PlainValueLoss(PlainPolicyLoss):
         bounded_R = old_R + (values_R - old_R).clip(-critic.cliprange_value, critic.cliprange_value)
         loss_R = torch.maximum((values_R - returns_R) ** 2, (bounded_R - returns_R) ** 2) / 2
         joining = dataclasses.replace(self.joining, constant=float(self.config.data.max_response_length))
-        return joining.row(loss_R, row, critic.loss_agg_mode or "token-mean")
+        loss = joining.row(loss_R, row, critic.loss_agg_mode or "token-mean")
+        self.add("vf_loss", loss)
+        return loss
 
 
 def without_length_rule(config: PPOConfig) -> PPOConfig:

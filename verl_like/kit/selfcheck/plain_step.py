@@ -40,7 +40,8 @@ _SHAPING = (
 class Minibatch:
     """One optimizer step: what it computed. No gradient where no row had one."""
 
-    loss: float
+    terms: dict[str, float]  # of the loss, by the metric's name
+    scale: float  # sum of the rows' magnitudes
     norm: float  # of the gradient, before clipping
     rate: float
 
@@ -73,6 +74,9 @@ class PlainOptimizer:
     @torch.no_grad()
     def step(self, gradient: dict[str, Tensor]) -> tuple[float, float]:
         """Change the weights; return the norm before clipping, and the learning rate."""
+        if self.optim.l2_coeff:
+            weights = {name: self.weights[name].detach().to(whole.device) for name, whole in gradient.items()}
+            gradient = {name: whole + self.optim.l2_coeff * weights[name] for name, whole in gradient.items()}
         norm = math.sqrt(sum(float((each.double() ** 2).sum()) for each in gradient.values()))
         shrink, rate, (first, second) = min(1.0, self.clip / (norm + 1e-6)), self.rate(), self.optim.betas
         self._updates += 1
@@ -114,7 +118,7 @@ class PlainRole:
         norm, rate = self.optimizer.step(found.gradient)
         if self.model.adapters is not None:
             self.model.adapters.merge(self.model.hf)
-        self.minibatches.append(Minibatch(loss=found.loss, norm=norm, rate=rate))
+        self.minibatches.append(Minibatch(terms=loss.terms, scale=found.scale, norm=norm, rate=rate))
 
     @torch.no_grad()
     def take(self, weights: dict[str, Tensor]) -> None:

@@ -28,6 +28,7 @@ from verl_like.trainer.ppo import PPOTrainer
 from verl_like.trainer.roles import ActorHandle, CriticHandle, ReferenceHandle, RoleHandle
 from verl_like.trainer.state import TrainState
 from verl_like.trainer.workers import Launcher, Pools
+from verl_like.user_code import external_modules
 from verl_like.workers.spec import WorkerSpec
 
 RATE = 1e-3  # of learning: changes of weights that float32 holds to three digits and more
@@ -46,8 +47,11 @@ class RealStep:
     weights: dict[str, dict[str, Tensor]]  # by role, after the step: float32, as a rollout engine would get them
 
 
-def small(config: PPOConfig, ranks: int) -> PPOConfig:
-    """The configuration with at most two mini-batches, two epochs and four responses to a prompt, on `ranks`."""
+def small(config: PPOConfig, ranks: int, folder: str) -> PPOConfig:
+    """The configuration with at most two mini-batches, two epochs and four responses to a prompt, on `ranks`.
+
+    folder: for the workers' logs, which are not the run's.
+    """
     policy, critic, trainer = config.actor_rollout_ref, config.critic, config.trainer
     batch = config.data.train_batch_size
     n, with_critic = min(policy.rollout.n, 4), needs_critic(critic, config.algorithm)
@@ -98,6 +102,7 @@ def small(config: PPOConfig, ranks: int) -> PPOConfig:
             launcher="ray" if ranks > 1 else "local",
             mode="sync",
             placement={},
+            log_dir=folder,
             critic_warmup=0,
             total_training_steps=trainer.total_training_steps or 10,
             rpc_timeout=_TIMEOUT_S,
@@ -120,6 +125,7 @@ def real_steps(config: PPOConfig, rollouts: Rollouts, scores: Scores, *, count: 
         tokenizer_size=len(load_tokenizer(data.tokenizer or model.path, model.trust_remote_code)),
         max_model_len=rollouts.prompt_ids_BP.shape[1] + rollouts.response_ids_BR.shape[1],
         profile_dir=str(profile_dir(config)),
+        external_modules=external_modules(),
     )
     with Launcher(config) as launcher, launcher(spec, device) as groups:
         pools, costs = Pools(groups, plan, _TIMEOUT_S), ModelCosts.of(config, plan)

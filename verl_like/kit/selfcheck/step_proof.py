@@ -27,6 +27,7 @@ from verl_like.kit.selfcheck.plain_step import PlainOptimizer, PlainRecord, Plai
 from verl_like.kit.selfcheck.real_step import RealStep, real_steps, small
 from verl_like.kit.selfcheck.report import Finding, table
 from verl_like.kit.selfcheck.work import comparable, longest_row, with_first_layers
+from verl_like.models.families import refuse_vision
 from verl_like.models.loading import load_hf_config, load_tokenizer
 
 _BYTES = 80  # of a weight: the plain step's float64 with moments and copies, the run's float32 and what is gathered
@@ -42,10 +43,13 @@ def prove_step(config: PPOConfig, *, ranks: int) -> tuple[list[Finding], list[st
 
     LoRA begins with adapters of noise. The first line that differs names the place. Memory: about _BYTES a weight.
     """
+    hf_config = load_hf_config(config.actor_rollout_ref.model)
+    refuse_vision(hf_config, "a proof of whole steps (trainer.prove_step)", "prove a text model")
     config, notes = with_first_layers(config, _BYTES, available_memory() // 2)
     notes += ["not checked: algorithm.use_pf_ppo, which is off in the proof"] if config.algorithm.use_pf_ppo else []
     with tempfile.TemporaryDirectory() as folder:
-        return _proved(comparable(with_noise(config, Path(folder))), notes, ranks)
+        config = comparable(with_noise(config, Path(folder) / "adapters"))
+        return _proved(small(config, _ranks(config, ranks), folder), notes)
 
 
 def prove_at_start(config: PPOConfig, ranks: int, file: Path) -> None:
@@ -65,8 +69,7 @@ def prove_at_start(config: PPOConfig, ranks: int, file: Path) -> None:
         )
 
 
-def _proved(config: PPOConfig, notes: list[str], ranks: int) -> tuple[list[Finding], list[str]]:
-    config = small(config, _ranks(config, ranks))
+def _proved(config: PPOConfig, notes: list[str]) -> tuple[list[Finding], list[str]]:
     vocabulary = len(load_tokenizer(config.data.tokenizer or config.actor_rollout_ref.model.path))
     plain, found = plain_step(config, vocabulary), [*schedules(config)]
     for number, real in enumerate(real_steps(config, plain.rollouts, plain.scores, count=_STEPS)):
@@ -233,8 +236,10 @@ def _update(role: str, plain: PlainRecord, real: RealStep) -> Iterator[Finding]:
     same = len(steps) == len(expected)
     yield Finding(name=f"{role}: optimizer steps", difference=0.0 if same else math.inf)
     for number, (found, one) in enumerate(zip(steps, expected, strict=False)):
-        for metric, value in (("grad_norm", one.norm), ("lr", one.rate)):
-            gap = abs(found[metric].value - value) / max(abs(value), 1e-12)
+        values = one.terms | {"grad_norm": one.norm, "lr": one.rate}
+        for metric, value in values.items():
+            scale = max(one.scale, abs(value)) if metric in one.terms else abs(value)
+            gap = abs(found[metric].value - value) / max(scale, 1e-12)
             name = f"{role}: mini-batch {number + 1}: {_words(metric)}"
             yield Finding(name=name, difference=gap, limit=_SCALED)
     before, after, weights = plain.before[role], plain.after[role], real.weights[role]
@@ -276,6 +281,10 @@ def _gap(found: Tensor, expected: Tensor, mask: Tensor) -> float:
 
 
 def _words(name: str) -> str:
-    return {"grad_norm": "gradient norm", "lr": "learning rate"}.get(
-        name, name.replace("_", " ").replace("log probs", "log-probs")
-    )
+    return {
+        "grad_norm": "gradient norm",
+        "lr": "learning rate",
+        "pg_loss": "policy loss",
+        "kl_loss": "KL loss",
+        "vf_loss": "value loss",
+    }.get(name, name.replace("_", " ").replace("log probs", "log-probs"))

@@ -1,0 +1,116 @@
+"""Proof of whole steps on two ranks: the honest program passes, faults of the mesh and of the join are found."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl_like.kit.selfcheck.report import table
+from verl_like.kit.selfcheck.step_proof import prove_step
+from verl_like.kit.selfcheck.tiny import write_tiny_model
+from verl_like.trainer import roles
+from verl_like.trainer.compose import compose
+
+pytestmark = pytest.mark.engines  # two more processes, and Ray
+ACTOR = "actor_rollout_ref.actor"
+COMMON = [
+    "data.train_files=x.parquet",
+    "data.train_batch_size=8",
+    "data.max_prompt_length=24",
+    "data.max_response_length=24",
+    "actor_rollout_ref.rollout.n=4",
+    f"{ACTOR}.ppo_mini_batch_size=4",
+    "critic.ppo_mini_batch_size=4",
+]
+GRPO, GAE = ["algorithm.adv_estimator=grpo"], ["algorithm.adv_estimator=gae"]
+ULYSSES = [*GRPO, f"{ACTOR}.ulysses_sequence_parallel_size=2"]
+
+# What every worker imports (VERL_USE_EXTERNAL_MODULES), the configuration, and the line that must find it first.
+FAULTS = {
+    "norm_of_own_shard": (
+        """
+        import torch
+        from verl_like.parallel import fsdp
+        from verl_like.parallel.sharding import local_tensor
+
+        def own(self):
+            gradients = [local_tensor(p.grad) for p in self.parameters() if p.grad is not None]
+            return torch.nn.utils.get_total_norm(gradients)
+
+        fsdp.Sharding.gradient_norm = own
+        """,
+        GRPO,
+        "step 1: actor: mini-batch 1: gradient norm",
+    ),
+    "ranks_swapped": (
+        """
+        import dataclasses
+        from verl_like.models import packing
+
+        own = packing.take_slice
+
+        def swapped(whole, group):
+            return own(whole, dataclasses.replace(group, rank=group.size - 1 - group.rank))
+
+        packing.take_slice = swapped
+        """,
+        ULYSSES,
+        "step 1: old log-probs",
+    ),
+    "critic_by_ranks": (
+        """
+        from verl_like.algorithms.objectives import ValueObjective
+
+        own = ValueObjective.__call__
+
+        def half(self, *given):
+            loss, metrics = own(self, *given)
+            return loss / 2, metrics
+
+        ValueObjective.__call__ = half
+        """,
+        GAE,
+        "step 1: critic: mini-batch 1: gradient norm",
+    ),
+}
+
+
+def first_difference(keys: list[str], model: Path) -> str:
+    findings, _ = prove_step(compose([*COMMON, *keys, f"actor_rollout_ref.model.path={model}"]), ranks=2)
+    return next((each.name for each in findings if not each.passed), "none")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(write_tiny_model(tmp_path_factory.mktemp("step")))
+
+
+@pytest.mark.parametrize("keys", [GAE, ULYSSES], ids=["gae", "ulysses"])
+def test_a_sound_step_passes(model: Path, keys: list[str]) -> None:
+    findings, _ = prove_step(compose([*COMMON, *keys, f"actor_rollout_ref.model.path={model}"]), ranks=2)
+    assert all(each.passed for each in findings), table(findings)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_the_workers_is_found(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    text, keys, where = FAULTS[fault]
+    elsewhere = f"import os\nif os.getpid() != {os.getpid()}:\n"  # the plain step is computed in this process
+    (tmp_path / f"{fault}.py").write_text(elsewhere + textwrap.indent(textwrap.dedent(text), "    "))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))))
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", fault)
+    assert first_difference(keys, model) == where
+
+
+def test_rows_joined_in_another_order_are_found(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsorted(parts: list[Any], shares: object) -> Any:
+        return type(parts[0]).concat(parts)
+
+    monkeypatch.setattr(roles, "join_rows", unsorted)
+    assert first_difference(GRPO, model) == "step 1: old log-probs"
