@@ -91,6 +91,7 @@ class Socket:
         self._known: SimpleQueue[Wire | OSError] = SimpleQueue()
         self._listener: threading.Thread | None = None
         self._places = threading.Semaphore(_MOST_GUESTS)
+        self._letting_in, self._over = threading.Lock(), False
 
     def listen(self) -> None:
         """Begin the handshake with every caller from now on."""
@@ -110,6 +111,12 @@ class Socket:
         except Empty:
             first = TimeoutError("nobody came")
         self.close()
+        with self._letting_in:  # whose handshake ends from now on, or has ended as well, would wait for ever
+            self._over = True
+            while not self._known.empty():
+                late = self._known.get()
+                if isinstance(late, Wire):
+                    late.close()
         self._listener.join(_HANDSHAKE_S)
         if isinstance(first, OSError):
             raise first
@@ -132,7 +139,12 @@ class Socket:
         deadline.daemon = True
         deadline.start()
         try:
-            known.put(Wire(connected, self.authkey, asks_first=True))
+            wire = Wire(connected, self.authkey, asks_first=True)
+            with self._letting_in:
+                if self._over:
+                    wire.close()
+                else:
+                    known.put(wire)
         except (AuthenticationError, EOFError, OSError):  # a stranger
             connected.close()
         finally:
