@@ -126,6 +126,18 @@ def test_what_is_no_table_is_said(run: Run, tmp_path: Path) -> None:
     file.write_text('{"step": 1}')
     with pytest.raises(ConfigError, match="row 0 has no prompt_ids, response_ids"):
         explain(run(), file, 0.0)
+    for change, message in (
+        ({"advantages": [0.0]}, r"row 1: advantages has 1 numbers for \d+ tokens"),
+        ({"reward": "x"}, "row 1: reward='x' is no number"),
+        ({"step": 1.5}, "row 1: step=1.5 is no whole number"),
+        ({"prompt_ids": ["a"]}, "row 1: prompt_ids is no list of tokens"),
+        ({"old_log_probs": [None]}, "row 1: old_log_probs is no list of numbers"),
+    ):
+        rows = rows_of(run())
+        rows[1] |= change
+        file.write_text("\n".join(json.dumps(row) for row in rows))
+        with pytest.raises(ConfigError, match=message):
+            explain(run(), file, 0.0)
     with pytest.raises(SystemExit, match="1"):
         main(["compare", "--why", str(run())])
 
