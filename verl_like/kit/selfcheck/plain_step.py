@@ -83,7 +83,7 @@ class PlainOptimizer:
             mean, square = self._moments.get(name, (torch.zeros_like(whole), torch.zeros_like(whole)))
             mean = first * mean + (1 - first) * clipped
             square = second * square + (1 - second) * clipped**2
-            self._moments[name] = mean, square
+            self._moments[name] = mean.float(), square.float()
             weight.mul_(1 - rate * self.optim.weight_decay)
             root = (square / (1 - second**self._updates)).sqrt() + self.optim.eps
             weight.sub_((rate * (mean / (1 - first**self._updates)) / root).to(weight.device))
@@ -126,15 +126,16 @@ class PlainRole:
                 weight.copy_(weights.get(name, weight))
 
     def weights(self) -> dict[str, Tensor]:
-        """Copy every weight, adapters added in, to the host."""
-        return {name: weight.detach().cpu().clone() for name, weight in self.model.hf.named_parameters()}
+        """Every weight, adapters added in, on the host; the next step changes them."""
+        return {name: weight.detach().cpu() for name, weight in self.model.hf.named_parameters()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainRecord:
     """A step that was made plainly. Columns are float64 [B, R] by name; weights by role.
 
-    seen: by role and weight, where the gradient of each optimizer step was more than rounding.
+    before: float32. after: the plain model's own, until its next step. seen: by role and weight, where the gradient of
+    each optimizer step was more than rounding.
     """
 
     kept: list[int]
@@ -178,7 +179,10 @@ class PlainStep:
         self.number += 1
         for role in self.trained.values():
             role.begin()
-        before = {name: role.weights() for name, role in self.trained.items()}
+        before = {
+            name: {weight: whole.to(torch.float32, copy=True) for weight, whole in role.weights().items()}
+            for name, role in self.trained.items()
+        }
         self.evaluate()
         self.credit()
         self.update()
@@ -196,13 +200,13 @@ class PlainStep:
     def evaluate(self) -> None:
         """Log-probs of old policy and reference, entropy and values of all rows."""
         actor, found = self.actor.model, self.columns
-        found["old_log_probs"], found["entropy"] = (actor.column(self.rollouts, n) for n in ("log_probs", "entropy"))
-        if needs_sum_pi_squared(self.config.algorithm):
-            found["sum_pi_squared"] = actor.column(self.rollouts, "sum_pi_squared")
+        names = ["log_probs", "entropy"]
+        names += ["sum_pi_squared"] if needs_sum_pi_squared(self.config.algorithm) else []
+        names += ["full_kl"] if actor.reference is not None else []
+        found |= actor.columns(self.rollouts, names)
+        found["old_log_probs"] = found.pop("log_probs")
         if self.reference is not None:
             found["ref_log_probs"] = self.reference.column(self.rollouts, "log_probs")
-        if actor.reference is not None:
-            found["full_kl"] = actor.column(self.rollouts, "full_kl")
         if self.critic is not None:
             found["values"] = self.critic.model.column(self.rollouts, "values")
 

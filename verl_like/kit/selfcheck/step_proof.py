@@ -31,7 +31,7 @@ from verl_like.kit.selfcheck.work import comparable, longest_row, with_first_lay
 from verl_like.models.families import refuse_vision
 from verl_like.models.loading import load_hf_config, load_tokenizer
 
-_BYTES = 80  # of a weight: the plain step's float64 with moments and copies, the run's float32 and what is gathered
+_BYTES = 56  # of a weight: the plain step's float64 with moments and copies, the run's float32 and what is gathered
 logger = logging.getLogger(__name__)
 
 _NO_GRADIENT = 1e-8  # norm
@@ -48,7 +48,7 @@ def prove_step(config: PPOConfig, *, ranks: int) -> tuple[list[Finding], list[st
     hf_config = load_hf_config(config.actor_rollout_ref.model)
     refuse_vision(hf_config, "a proof of whole steps (trainer.prove_step)", "prove a text model")
     rates = [*schedules(config)]
-    config, notes = with_first_layers(config, _BYTES, available_memory() // 2)
+    config, notes = with_first_layers(config, _BYTES, available_memory())
     notes += ["not checked: algorithm.use_pf_ppo, which is off in the proof"] if config.algorithm.use_pf_ppo else []
     with tempfile.TemporaryDirectory() as folder:
         config = comparable(with_noise(config, Path(folder) / "adapters"))
