@@ -105,6 +105,9 @@ def _has_flash_attention_2() -> bool:
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, how: Scoring) -> Tensor:
+    if value.shape[-1] < query.shape[-1]:  # of DeepSeek's latent attention: kernels want one size
+        wide = torch.nn.functional.pad(value, (0, query.shape[-1] - value.shape[-1]))
+        return _varlen(query, key, wide, segments, how)[..., : value.shape[-1]]
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # [T, heads, head_dim]
     if segments.layout is not None:  # a row's queries are its last tokens: causal masks are aligned at the end
         k, v = segments.layout.spread(k), segments.layout.spread(v)
