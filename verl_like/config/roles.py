@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from verl_like.config.actor import ActorConfig
+from verl_like.config.actor import ActorConfig, RouterConfig
 from verl_like.config.algorithm import AlgorithmConfig
 from verl_like.config.critic import CriticConfig
 from verl_like.config.fsdp import FSDPConfig
@@ -38,6 +38,7 @@ class RoleConfig:
     ulysses: int = 1  # [processes] that share one sequence
     compile_blocks: bool = False
     freeze_vision_tower: bool = False
+    router: RouterConfig = field(default_factory=RouterConfig)
     entropy_in_chunks: bool = False
     recompute_entropy: bool = False
     optim: OptimConfig | None = None
@@ -157,6 +158,7 @@ def _actor(config: PPOConfig, passes: Mapping[str, Cut]) -> RoleConfig:
         ulysses=actor.ulysses_sequence_parallel_size,
         compile_blocks=actor.use_torch_compile,
         freeze_vision_tower=actor.freeze_vision_tower,
+        router=actor.router,
         entropy_in_chunks=actor.entropy_from_logits_with_chunking,
         recompute_entropy=actor.entropy_checkpointing,
         optim=actor.optim,

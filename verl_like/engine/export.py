@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from verl_like.engine.train_engine import WeightForm
-from verl_like.models.checkpoint_names import CheckpointNames
+from verl_like.models.checkpoint_names import CheckpointNames, sent_as
 from verl_like.models.heads import HF_PREFIX
 from verl_like.models.lora import Adapters
 from verl_like.parallel.checksum import Slice, as_matrix, checksum, checksum_of, values_of
 from verl_like.parallel.fsdp import Sharding
+from verl_like.parallel.sharding import saved_buffers
 
 
 class WeightExport:
@@ -56,7 +57,8 @@ class WeightExport:
         if form == "adapters":
             return self._of_adapters(form).shapes()
         if self._base_names is None:
-            named = ((name.removeprefix(HF_PREFIX), p) for name, p in self._build_meta().named_parameters())
+            whole = self._build_meta()
+            named = ((n.removeprefix(HF_PREFIX), t) for n, t in (*whole.named_parameters(), *saved_buffers(whole)))
             self._base_names = {name: tensor.shape for name, tensor in self._as_stored(named)}
         return dict(self._base_names) if form == "merged" else self._base_names | self._of_adapters(form).shapes()
 
@@ -80,7 +82,7 @@ class WeightExport:
                 ((_, values),) = self._of_adapters(form).scaled([(name, part.values.float())])
             else:
                 values = part.values
-            cast = replace(part, values=values.to(dtype))
+            cast = replace(part, values=values.to(sent_as(name, dtype)))
             for stored, piece in [(name, cast)] if name in shapes else self._cut(name, shape, cast):
                 sums.setdefault(stored, []).append(checksum_of(piece))
         names = [*self.names(form), *(shapes if form == "merged" else {})]

@@ -62,12 +62,14 @@ class FSDPEngine(ShardedModel):
     ) -> None:
         schedule = None if role.optim is None else Schedule(role.optim, num_schedule_steps)
         super().__init__(role, process, schedule, tokenizer_size, seed)
-        self.shares_prompts = loading.shares_prompts(role.model)
+        losses = self._router_losses is not None  # of a prompt that is there once they would depend on the cut
+        self.shares_prompts = loading.shares_prompts(role.model) and not losses
         self._row_group = self.sharding.tensor_group or sequence_group(role.ulysses)  # ranks that share their rows
         moves = role.optim is not None and role.model.enable_activation_offload and self.device.type == "cuda"
         self._activations = ActivationOffload(self.device) if moves else None
         self._seed, self._updates = seed, 0  # updates since the schedule's last step
         self._rescue = Rescue(self.sharding, alone=process.world_size == 1)
+        self._segments: packing.Segments | None = None  # of the last pass
         self._l2_coeff = 0.0 if role.optim is None else role.optim.l2_coeff
         self._reference: FSDPEngine | None = None
         if self.packed:
@@ -173,6 +175,7 @@ class FSDPEngine(ShardedModel):
             other: the reference's head, for "full_kl".
         """
         inputs = self._model_input(rows)
+        self._segments = inputs.segments
         if other is None:
             values = self.sharding.root(inputs, want, temperature)
         else:
@@ -279,9 +282,13 @@ class FSDPEngine(ShardedModel):
         self.sharding.root.train()
         with self._comparison(objective.loss_fn.wants) as other:
             self.sharding.drop_gradients()
-            learning, watched = microbatch.set_apart(batch.to("cpu"), without_gradient_B)
+            apart_B = without_gradient_B if self._router_losses is None else None  # routers learn from all rows
+            learning, watched = microbatch.set_apart(batch.to("cpu"), apart_B)
             metrics = self._watch(watched, objective, rule, other)
             parts = self._cut(learning, rule) or [None]  # the collectives of backward must run once at least
+            if self._router_losses is not None:
+                length_B = (learning.num_tokens_B() - 1).clamp(min=1)  # a row's last token has no place in the model
+                self._router_losses.begin(length_B, self._first_pass(parts, objective.temperature))
             sync_every = self.role.fsdp.sync_every_micro_batch and not self.sharding.reduces_once
             for i, part in enumerate(parts):
                 self.sharding.set_gradient_sync(sync_every or i == len(parts) - 1)
@@ -292,6 +299,18 @@ class FSDPEngine(ShardedModel):
             self.sharding.complete_gradients()
             self._loss_scale.undo(self.sharding.parameters())
             return [*metrics, microbatch.fill_metrics(parts, watched, rule, share_prompts=self.shares_prompts)]
+
+    @torch.no_grad()
+    def _first_pass(self, parts: list[tuple[list[int], Experience] | None], temperature: float) -> list[Tensor]:
+        """Count the tokens of each expert before anything learns, where a loss needs it; of each micro-batch [L, E]."""
+        losses, counts = self._router_losses, list[Tensor]()
+        assert losses is not None
+        for part in parts if losses.needs_fractions else ():
+            with microbatch.told(part), self._rescue.forward(gathers_alone=self._gathers_alone(None)), losses.noted():
+                self.sharding.root(self._model_input(part and part[1]), frozenset({HIDDEN}), temperature)
+                self._rescue.model_done()
+                counts.append(losses.count() * (part is not None))
+        return counts
 
     def _watch(
         self, rows: Experience | None, objective: Objective, rule: MicroBatchRule, other: Head | None
@@ -316,12 +335,16 @@ class FSDPEngine(ShardedModel):
     def _backward(self, rows: Experience | None, objective: Objective, other: Head | None) -> dict[str, Metric]:
         """Run forward and backward of one micro-batch; without rows a loss of zero through the whole model."""
         with self._rescue.forward(gathers_alone=self._gathers_alone(other)):
-            with nullcontext() if self._activations is None else self._activations.active():
+            noted = nullcontext() if self._router_losses is None else self._router_losses.noted()
+            with noted, nullcontext() if self._activations is None else self._activations.active():
                 outputs = self._answers(rows, objective.loss_fn.wants, objective.temperature, other)
             self._rescue.model_done()
             loss, metrics = self._loss(objective, outputs, rows)
             if not loss.requires_grad:  # it selected no token: the collectives of backward must run all the same
                 loss = loss + microbatch.zero_loss(outputs)
+            if self._router_losses is not None and rows is not None and self._segments is not None:
+                added, found = self._router_losses.of(self._segments)
+                loss, metrics = loss + added, metrics | found
             graph = [self._loss_scale.of(loss)]
             del outputs, loss
         self._rescue.backward(graph)
@@ -359,6 +382,8 @@ class FSDPEngine(ShardedModel):
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             self.optimizer.step()
+            if self.role.router.bias_update_rate > 0 and self._expert_load is not None:
+                self._expert_load.correct_biases(self.role.router.bias_update_rate)
             exact = all(parameter.dtype == torch.float32 for parameter in self.sharding.parameters())
             self.changes = self.changes.after_step(lr=rate, grad_norm=size, exact=exact)
         elif not self._loss_scale.settles:

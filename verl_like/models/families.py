@@ -110,13 +110,12 @@ FAMILIES: dict[str, Family] = {
     "granitemoe": _experts(),
     "flex_olmo": _experts(),
     "hunyuan_v1_moe": _experts(),
-    "gpt_oss": Family(
-        kind="mixture of experts, sliding windows",
-        packed=False,
-        why_padded="its attention has sinks",
-        attention="eager",
-        tested=_PADDED,
-    ),
+    "deepseek_v3": _experts(),
+    "glm4_moe": _experts(),
+    "dots1": _experts(),
+    "minimax_m2": _experts(),
+    "lfm2_moe": _recurrent("conv", "mixture of experts, hybrid"),
+    "gpt_oss": Family(kind="mixture of experts, sliding windows, sinks", attention="eager"),
     "qwen3_next": _recurrent("linear_attention", "mixture of experts, hybrid"),
     "qwen3_5_text": _recurrent("linear_attention"),
     "qwen3_5_moe_text": _recurrent("linear_attention", "mixture of experts, hybrid"),
@@ -133,15 +132,9 @@ VISION: dict[str, Family] = {
     "qwen3_vl": Family(kind="images, videos, text", tested=_IMAGES),
 }
 
-_BIAS = "the bias that corrects its router is a buffer, which is neither trained nor sent to the rollout engine"
 _NO_ATTENTION = "it has no attention, and no rollout engine here keeps its state"
 
 REFUSED: dict[str, str] = {
-    "deepseek_v3": _BIAS,
-    "glm4_moe": _BIAS,
-    "dots1": _BIAS,
-    "minimax_m2": _BIAS,
-    "lfm2_moe": _BIAS,
     "phimoe": "its router draws experts at random while it is trained, so that log-probs are not those of the policy",
     "llama4_text": "transformers has no separate backbone for it, from which hidden states could be taken",
     "minimax": "its lightning attention keeps decay factors in buffers, which are not sent to the rollout engine",

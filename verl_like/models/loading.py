@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from verl_like.models import attention, families
+from verl_like.models.checkpoint_names import ROUTER_BIASES, is_router_bias
 from verl_like.models.heads import (
     VALUE_HEAD,
     PolicyModel,
@@ -30,7 +32,7 @@ from verl_like.models.heads import (
 )
 from verl_like.models.lean_model import Functions, check_liger, liger_functions, put_in
 from verl_like.models.location import TOKENIZER_FILES, check_location
-from verl_like.parallel.sharding import sized_units
+from verl_like.parallel.sharding import saved_buffers, sized_units
 from verl_like.parallel.ulysses import repeated_key_heads
 from verl_like.remote_storage import local_folder, to_shared_memory
 from verl_like.small_files import opened_tensors, read_object
@@ -340,7 +342,7 @@ def _check_router_loss(model: ModelConfig, config: PretrainedConfig) -> None:
     """Warn, or refuse, where the config asks for the load-balancing loss of transformers, which is never applied.
 
     It is a product of two means over whatever tokens one forward pass holds, so it would depend on how a mini-batch is
-    cut.
+    cut; engine/router_losses.py has those that do not.
     """
     text = config.get_text_config()
     if "output_router_logits" not in text or not text.output_router_logits:
@@ -348,10 +350,13 @@ def _check_router_loss(model: ModelConfig, config: PretrainedConfig) -> None:
     if "output_router_logits" in model.override_config:
         raise ValueError(
             "model.override_config.output_router_logits=True asks for the router's load-balancing loss "
-            "(router_aux_loss_coef), which is not available: leave it out"
+            "(router_aux_loss_coef), which depends on how a mini-batch is cut: leave it out, and set "
+            "actor_rollout_ref.actor.router.balance_loss_coef"
         )
     log.warning(
-        "the config of %s sets output_router_logits, but the router's load-balancing loss is not applied", model.path
+        "the config of %s sets output_router_logits, but the router's load-balancing loss is not applied by that "
+        "(actor_rollout_ref.actor.router.balance_loss_coef has one)",
+        model.path,
     )
 
 
@@ -364,12 +369,12 @@ def _wrap(hf: PreTrainedModel, model: ModelConfig, kind: Kind, vocab_size: int |
 
 
 def _refuse_saved_buffers(hf: PreTrainedModel) -> None:
-    """Raise ValueError for a model with saved buffers: they would reach neither the rollout engine nor the disk."""
-    buffers = hf.state_dict().keys() - dict(hf.named_parameters(remove_duplicate=False)).keys()
+    """Raise ValueError for saved buffers other than routers' biases: whether they are state nobody here knows."""
+    buffers = [name for name, _ in saved_buffers(hf) if not is_router_bias(name)]
     if buffers:
         raise ValueError(
             f"model type {hf.config.model_type!r} keeps {min(buffers)} (and {len(buffers) - 1} more) in saved buffers, "
-            "which are neither trained nor sent to the rollout engine: not available"
+            "of which it is not known what changes them: not available"
         )
 
 
@@ -385,6 +390,7 @@ def _load_weights(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if has_weights(path):
+            _keep_biases_exact(hf_config)
             hf = families.model_class(hf_config).from_pretrained(
                 path,
                 config=hf_config,
@@ -402,7 +408,21 @@ def _load_weights(
             )
         if kind == "value":
             attach_value_head(hf, _stored_tensor(Path(path), VALUE_HEAD))
+    return with_exact_biases(hf)
+
+
+def with_exact_biases(hf: PreTrainedModel) -> PreTrainedModel:
+    """Return the model with its routers' biases in float32, whatever its weights are in."""
+    for name, bias in saved_buffers(hf):
+        bias.data = bias.float() if is_router_bias(name) else bias
     return hf
+
+
+def _keep_biases_exact(config: PretrainedConfig) -> None:
+    """Have transformers load routers' biases in float32 for all types, as it does for most that have one."""
+    found = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if found is not None and families.num_experts(config):
+        found._keep_in_fp32_modules_strict = [*(found._keep_in_fp32_modules_strict or ()), *ROUTER_BIASES]
 
 
 def _stored_tensor(folder: Path, name: str) -> Tensor | None:

@@ -29,6 +29,7 @@ from verl_like.data.dataset import Dataset, make_encoder
 from verl_like.data.foreign import ForeignDataset
 from verl_like.data.media import DEFAULT_MEDIA_KEYS
 from verl_like.data.prompt_truth import own_text
+from verl_like.engine.router_losses import check_router
 from verl_like.models import blocks, families, loading, lora, tensor_plan
 from verl_like.registry import part
 from verl_like.remote_storage import is_remote
@@ -226,6 +227,7 @@ def _check_modules(role: RoleConfig, hf_config: PretrainedConfig, trains: bool) 
         yield from problems_of(lambda: loading.check_weights(model, whole))
         inside = role.sharding_section.removeprefix(role.model_section.removesuffix("model"))
         yield from problems_of(lambda: loading.sharding_units(whole, role.fsdp), prefix=f"{inside}.")
+    yield from problems_of(lambda: check_router(whole.hf, role.router))
     if role.optim is not None and model.lora_rank > 0:
         tower = families.frozen_tower(whole.hf, frozen=role.freeze_vision_tower)
         lora.attach(whole.hf, model, dtype=torch.float32, seed=0, left_out=tower)
