@@ -24,6 +24,11 @@ PARTS: dict[str, dict[str, str]] = {
         "check": f"{_PLUGINS}.verl_agents.start:check_agents",
         "runner": f"{_PLUGINS}.verl_agents.start:with_agent_loops",
     },
+    # what is trained, beside answers that are sampled (trainer.objective): verl's names of its keys, its parts on the
+    # driver, its loss in the workers
+    "names": {"sft": f"{_PLUGINS}.sft.names:spelled"},
+    "objective": {"sft": f"{_PLUGINS}.sft.start:objective"},
+    "loss": {"sft": f"{_PLUGINS}.sft.experience:Imitation"},
     # where programs in responses run
     "execution": {"sandbox": f"{_PLUGINS}.code_grading.execution:ExecutionPlace"},
     # a checkpoint that another trainer wrote

@@ -220,14 +220,14 @@ def _missing(config: PPOConfig) -> tuple[str, ...]:
     trainer, warnings = config.trainer, []
     if trainer.val_only:
         return ()
-    if trainer.save_freq == -1:
+    if trainer.save_freq == -1 and not trainer.save_each_epoch:
         warnings.append(
             f"nothing will be saved (trainer.save_freq={trainer.save_freq}): the trained weights are lost at the end; "
             "set trainer.save_freq=20, or another number of steps"
         )
     if not config.data.val_files:
         warnings.append("the policy is never validated (data.val_files is empty); set data.val_files")
-    elif trainer.test_freq == -1:
+    elif trainer.test_freq == -1 and not trainer.test_each_epoch:
         when = "validated before the first step only" if trainer.val_before_train else "never validated"
         warnings.append(
             f"the policy is {when} (trainer.test_freq={trainer.test_freq}); set trainer.test_freq=5, or "

@@ -12,6 +12,7 @@ from verl_like.config.environments import EnvConfig
 from verl_like.config.model import ModelConfig
 from verl_like.config.reward import CustomRewardFunctionConfig, RewardModelConfig
 from verl_like.config.rollout import RolloutConfig
+from verl_like.config.sft import SFTConfig
 from verl_like.config.trainer import RayInitConfig, TrainerConfig
 
 
@@ -50,6 +51,8 @@ class PPOConfig(ConfigNode):
     """Advantages and KL."""
     env: EnvConfig = section(EnvConfig, idle="env.train.tags is empty")
     """Environments in place of prompts."""
+    sft: SFTConfig = section(SFTConfig, idle="trainer.objective is not sft")
+    """Answers that the data hold, in place of sampled ones."""
     trainer: TrainerConfig = section(TrainerConfig)
     """The run."""
     async_training: AsyncTrainingConfig = section(AsyncTrainingConfig, idle="trainer.mode is sync")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from verl_like.batch import Rollouts
+from verl_like.batch import Experience, Rollouts
 from verl_like.config import ModelConfig, PPOConfig
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.roles import CRITIC
@@ -49,7 +49,7 @@ class SpeedReport(Protocol):
     """Distance of each step from what the devices allow."""
 
     def metrics(
-        self, rollouts: Rollouts, seconds: Mapping[str, float], metrics: Mapping[str, float]
+        self, rollouts: Rollouts | Experience, seconds: Mapping[str, float], metrics: Mapping[str, float]
     ) -> dict[str, float]:
         """perf/mfu/*, perf/floor_ratio/* and perf/memory_forecast/* of one step, whose other metrics are known."""
         ...

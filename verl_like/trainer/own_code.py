@@ -15,7 +15,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import cloudpickle
 
@@ -25,12 +25,14 @@ from verl_like.algorithms.policy_losses import POLICY_LOSSES
 from verl_like.config import PPOConfig
 from verl_like.config.errors import problems_of
 from verl_like.observe.trackers import check_trackers
+from verl_like.trainer.loop import Loop
 from verl_like.trainer.ppo import PPOTrainer
 from verl_like.user_code import UserCodeError, load
 from verl_like.workers.roles import reward_worker_class
 
 logger = logging.getLogger(__name__)
 _REWARD = "compute_score"
+T = TypeVar("T", bound=Loop)
 
 
 def check_own_code(config: PPOConfig) -> Iterator[str]:
@@ -47,17 +49,17 @@ def check_own_code(config: PPOConfig) -> Iterator[str]:
     )
 
 
-def trainer_class(config: PPOConfig) -> type[PPOTrainer]:
-    """Return PPOTrainer, or the class derived from it that trainer.trainer_class names."""
+def trainer_class(config: PPOConfig, base: type[T] = PPOTrainer) -> type[T]:
+    """Return the objective's trainer, or the class derived from it that trainer.trainer_class names."""
     reference = config.trainer.trainer_class
     if reference is None:
-        return PPOTrainer
-    return _trainer(load(reference, "trainer.trainer_class"), f"trainer.trainer_class={reference}")
+        return base
+    return _trainer(load(reference, "trainer.trainer_class"), f"trainer.trainer_class={reference}", base)
 
 
-def _trainer(found: Any, setting: str) -> type[PPOTrainer]:
-    if not (isinstance(found, type) and issubclass(found, PPOTrainer)):
-        raise UserCodeError(f"{setting} must be a class derived from {PPOTrainer.__module__}.PPOTrainer")
+def _trainer(found: Any, setting: str, base: type[T] = PPOTrainer) -> type[T]:
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise UserCodeError(f"{setting} must be a class derived from {base.__module__}.{base.__name__}")
     return found
 
 
@@ -70,7 +72,7 @@ def check_given(config: PPOConfig, reward: Any, trainer: Any) -> None:
         if given is not None and value is not None:
             raise UserCodeError(f"both {name}={given!r} and {key}={value} are given: leave one out")
     if trainer is not None:
-        _trainer(trainer, f"trainer={trainer!r}")
+        _trainer(trainer, f"trainer={trainer!r}", PPOTrainer if config.trainer.objective == "rl" else Loop)
     if reward is not None and not callable(reward):
         raise UserCodeError(f"reward={reward!r}: a {type(reward).__name__} cannot be called; hand over a function")
 

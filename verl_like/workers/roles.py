@@ -18,6 +18,7 @@ from verl_like.engine.train_engine import ENTROPY, FULL_KL, LOG_PROBS, SUM_PI_SQ
 from verl_like.models.heads import PolicyModel
 from verl_like.observe.metrics import memory_metrics
 from verl_like.parallel.dist import ProcessInfo
+from verl_like.registry import part
 from verl_like.user_code import check_call, load
 from verl_like.workers.spec import WorkerSpec
 
@@ -84,7 +85,9 @@ class ActorRole(TrainedRole):
         super().__init__(spec, process, ACTOR)
         actor, algorithm = spec.config.actor_rollout_ref.actor, spec.config.algorithm
         correction = algorithm.rollout_correction
-        self.objective = PolicyObjective(actor, correction, two_policies=two_policies(actor, correction))
+        kind = spec.config.trainer.objective
+        policy = PolicyObjective(actor, correction, two_policies=two_policies(actor, correction))
+        self.objective = policy if kind == "rl" else part("loss", kind)(spec.config)
         self.temperature = spec.config.actor_rollout_ref.rollout.temperature
         self._more = {SUM_PI_SQUARED} if needs_sum_pi_squared(algorithm) else set[str]()
 

@@ -25,6 +25,7 @@ SAMPLES: dict[str, Any] = {
     "trainer.full_determinism": True,
     "trainer.log_format": "json",
     "trainer.mode": "colocate_async",
+    "trainer.objective": "sft",
     "async_training.beyond": "drop",
     "trainer.prometheus_host": "0.0.0.0",
     "trainer.prometheus_port": 9090,

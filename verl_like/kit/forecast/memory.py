@@ -233,7 +233,8 @@ def forecast(config: PPOConfig, actor: memory.Shape, critic: memory.Shape | None
         for name, role in roles.items()
         if (shape := shapes.get(name)) is not None and not role.is_base_of_actor
     }
-    engine, cache = _engine(config, actor, machine, pools[ROLLOUT].world_size, row)
+    samples = config.actor_rollout_ref.rollout.engine.code is not None
+    engine, cache = _engine(config, actor, machine, pools[ROLLOUT].world_size, row) if samples else ({}, {})
     kept = cache if config.actor_rollout_ref.rollout.engine.keeps_cache else {}
     stays = {} if _sleeps(config, machine) else engine | kept
 
@@ -272,6 +273,8 @@ def forecast(config: PPOConfig, actor: memory.Shape, critic: memory.Shape | None
         phases["ref"] = forward(REF)
     if CRITIC in models:
         phases |= {"values": forward(CRITIC), "update_critic": update(CRITIC)}
+    if not samples:
+        del phases["gen"], phases["update_weights"]
     return Forecast(phases=phases | {"update_actor": update(ACTOR)}, capacity=machine.capacity)
 
 

@@ -32,6 +32,7 @@ class Chart:
 
 CHARTS: tuple[Chart, ...] = (
     Chart("Learning", "Score", {"critic/score/mean": "training"}, points="val-core/"),
+    Chart("Learning", "Loss", {"train/loss": "training", "val/loss": "validation"}, note="-log p of a trained token"),
     Chart(
         "Learning",
         "Reward after shaping",
