@@ -39,6 +39,7 @@ class Family:
 
     packed: runs without padding, through our attention.
     why_padded: what in it forbids that.
+    state: its layers that carry state from token to token (state_layers.py).
     attention: transformers' attention for padded rows; soft-capped scores and sinks need "eager".
     tested: what is tested beside values and gradients (of padded rows, and packed where it can be).
     """
@@ -46,6 +47,7 @@ class Family:
     kind: str
     packed: bool = True
     why_padded: str = ""
+    state: str = ""
     attention: str = "sdpa"
     tested: frozenset[str] = _PACKED
 
@@ -63,8 +65,7 @@ def _experts(tested: frozenset[str] = _PACKED) -> Family:
 
 
 def _recurrent(layers: str, kind: str = "hybrid") -> Family:
-    why = f"its {layers} layers carry state from token to token"
-    return Family(kind=kind, packed=False, why_padded=why, tested=_PADDED)
+    return Family(kind=kind, state=layers, tested=_PADDED)
 
 
 def _no_segments() -> Family:
@@ -208,12 +209,25 @@ def why_padded(config: PretrainedConfig) -> str:
     return _state_in(config) if family is None else family.why_padded
 
 
+def state_of(config: PretrainedConfig) -> str:
+    """Name the layers of a listed model that carry state from token to token; empty where none does."""
+    family = FAMILIES.get(config.get_text_config().model_type)
+    return "" if family is None else family.state
+
+
+def refuse_state(config: PretrainedConfig, what: str, fix: str) -> None:
+    """Raise ValueError for a model whose layers carry state, naming `what` cannot be done with it, and the `fix`."""
+    if state_of(config):
+        kind = f"{state_of(config)} layers of a {config.model_type!r} model"
+        raise ValueError(f"{what}: the {kind} carry state from token to token, and need whole sequences: {fix}")
+
+
 def stores_as_named(config: PretrainedConfig) -> bool:
     """True where the model's files hold tensors under its own names and shapes.
 
     transformers puts experts together, so theirs differ.
     """
-    return config.model_type in FAMILIES and not num_experts(config) and not why_padded(config)
+    return config.model_type in FAMILIES and not num_experts(config) and not (why_padded(config) or state_of(config))
 
 
 def padded_attention(config: PretrainedConfig) -> str:

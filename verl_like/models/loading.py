@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
-from verl_like.models import attention, families
+from verl_like.models import attention, families, state_layers
 from verl_like.models.checkpoint_names import ROUTER_BIASES, is_router_bias
 from verl_like.models.heads import (
     VALUE_HEAD,
@@ -293,6 +293,7 @@ def check_ulysses(model: ModelConfig, config: PretrainedConfig, size: int) -> No
     if size == 1:
         return
     families.refuse_vision(config, f"ulysses_sequence_parallel_size={size}", "set it to 1")
+    families.refuse_state(config, f"ulysses_sequence_parallel_size={size}", "set it to 1")
     if not uses_packing(model):
         raise ValueError(
             f"ulysses_sequence_parallel_size={size} needs packed sequences: set model.use_remove_padding=True"
@@ -362,6 +363,12 @@ def _check_router_loss(model: ModelConfig, config: PretrainedConfig) -> None:
 
 def _wrap(hf: PreTrainedModel, model: ModelConfig, kind: Kind, vocab_size: int | None) -> TokenModel:
     _refuse_saved_buffers(hf)
+    if uses_packing(model) and families.state_of(hf.config) and not state_layers.put_in(hf):
+        raise ValueError(
+            f"model type {hf.config.model_type!r}: this version of transformers computes its "
+            f"{families.state_of(hf.config)} layers by functions that are not known here, so rows cannot be packed: "
+            "set use_remove_padding=False, or install transformers 5.19"
+        )
     if kind == "value":
         return ValueModel(hf)
     backend = "triton" if model.fused_kernel_options.impl_backend == "triton" else "torch"

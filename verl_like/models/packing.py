@@ -35,6 +35,7 @@ class Segments:
     lengths: tokens of each sequence, which are the keys that its last token sees.
     own_lengths: its tokens in the packed input, the last of the sequence; fewer where it shares its prompt.
     layout: finds the tokens of the whole sequences in the packed input. None: they are the packed input.
+    holders: the sequence that holds the beginning which each shares; its own number where it shares none.
     """
 
     def __init__(
@@ -44,14 +45,17 @@ class Segments:
         *,
         own_lengths: Sequence[int] | None = None,
         layout: TokenLayout | None = None,
+        holders: Sequence[int] | None = None,
     ) -> None:
         self.lengths, self.own_lengths = tuple(lengths), tuple(own_lengths or lengths)
         self.max_length, self.max_own_length = max(self.lengths), max(self.own_lengths)
         self.layout = layout
+        self.holders = tuple(holders or range(len(self.lengths)))
         self.cu_seqlens = _bounds(self.lengths)  # int32 [S + 1]
         self.cu_own = self.cu_seqlens if layout is None else _bounds(self.own_lengths)
         self.parallel: SequenceRanks | None = None  # where each rank holds a slice of the tokens
         self.groups: Groups | None = None  # layout for batched attention calls, where one is needed
+        self.kept: dict[tuple[Any, ...], Any] = {}  # what state_layers.py made of them
         self.move_(device)
 
     def move_(self, device: torch.device) -> None:
@@ -185,8 +189,10 @@ def _segments(length_S: Tensor, own_S: Tensor, shared_S: Tensor, first_S: Tensor
         return Segments(length_S.tolist(), length_S.device)
     asks = own_S > 0  # a row that shares and has one response token has nothing to compute
     number_S = asks.cumsum(0) - 1
-    layout = shared_layout(length_S[asks], shared_S[asks], number_S[first_S[asks]], start_S[asks])
-    return Segments(length_S[asks].tolist(), length_S.device, own_lengths=own_S[asks].tolist(), layout=layout)
+    holder_S = number_S[first_S[asks]]
+    layout, lengths = shared_layout(length_S[asks], shared_S[asks], holder_S, start_S[asks]), length_S[asks].tolist()
+    own_lengths = own_S[asks].tolist()
+    return Segments(lengths, length_S.device, own_lengths=own_lengths, layout=layout, holders=holder_S.tolist())
 
 
 def pad(

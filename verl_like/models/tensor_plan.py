@@ -62,6 +62,7 @@ def check_model(model: ModelConfig, config: PretrainedConfig, size: int, key: st
     if size == 1:
         return
     families.refuse_vision(config, f"{key}={size}", "set it to 1")
+    families.refuse_state(config, f"{key}={size}", "set it to 1")
     if not loading.uses_packing(model):
         raise ValueError(f"{key}={size} needs packed sequences: set model.use_remove_padding=True")
     _check_heads(config, _styles(config, size, key), size, key)

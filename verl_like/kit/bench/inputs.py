@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen3_5TextConfig
 
 from verl_like.batch import Experience, pad_rows
 from verl_like.kit.bench.shapes import ModelShape, Workload
@@ -49,16 +50,26 @@ def write_model(folder: Path, shape: ModelShape, max_length: int, seed: int) -> 
     config = model_config(shape, max_length)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config)
     model.generation_config.eos_token_id = config.eos_token_id
     model.generation_config.pad_token_id = config.pad_token_id
     model.save_pretrained(folder)
 
 
-def model_config(shape: ModelShape, max_length: int) -> Qwen2Config:
+def model_config(shape: ModelShape, max_length: int) -> Qwen2Config | Qwen3_5TextConfig:
     """The Hugging Face config of a shape. Saved alone it is a model that starts from random weights."""
-    return Qwen2Config(
-        architectures=["Qwen2ForCausalLM"],  # SGLang goes by it
+    head_size, hybrid = shape.hidden_size // shape.num_heads, shape.delta_layers > 0
+    kinds = [*["linear_attention"] * shape.delta_layers, "full_attention"]
+    more: dict[str, Any] = {
+        "layer_types": (kinds * shape.num_layers)[: shape.num_layers],
+        "head_dim": head_size,
+        **{f"linear_num_{name}_heads": shape.num_heads for name in ("key", "value")},
+        **{f"linear_{name}_head_dim": head_size for name in ("key", "value")},
+    }
+    make: Any = Qwen3_5TextConfig if hybrid else Qwen2Config
+    return make(
+        architectures=["Qwen3_5ForCausalLM" if hybrid else "Qwen2ForCausalLM"],  # SGLang goes by it
+        **more if hybrid else {},
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,

@@ -21,7 +21,7 @@ from verl_like.config.roles import ACTOR
 from verl_like.kit.bench.inputs import model_config
 from verl_like.kit.bench.ranks import on_ranks
 from verl_like.kit.bench.report import check_comparable
-from verl_like.kit.bench.shapes import MODELS, WORKLOADS, BenchError, ModelShape, Workload
+from verl_like.kit.bench.shapes import MODELS, SMALL, WORKLOADS, BenchError, ModelShape, Workload
 from verl_like.kit.speed.roofline import RunShape
 from verl_like.models.cost import ModelCost
 from verl_like.models.heads import dtype_of
@@ -117,8 +117,8 @@ def build_job(folder: Path, shape: ModelShape, workload: Workload, keys: Sequenc
 
 
 def model_keys(model: str) -> list[str]:
-    """List the keys that a model needs besides its shape: the small one keeps its activations."""
-    return [f"{POLICY}.model.enable_gradient_checkpointing=False"] if model == "cpu" else []
+    """List the keys that a model needs besides its shape: small ones keep their activations."""
+    return [f"{POLICY}.model.enable_gradient_checkpointing=False"] if model in SMALL else []
 
 
 def overrides(folder: Path, workload: Workload, ranks: int | None) -> list[str]:

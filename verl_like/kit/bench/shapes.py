@@ -13,7 +13,7 @@ class BenchError(Exception):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """A Qwen2 model by its sizes (vocabulary and tied embeddings: those of most). Weights are random: speed does not
-    depend on them."""
+    depend on them. delta_layers: gated delta rules in front of each layer of attention, which make it a Qwen3.5."""
 
     hidden_size: int
     num_layers: int
@@ -22,6 +22,7 @@ class ModelShape:
     intermediate_size: int
     vocab_size: int = 151_936
     tied_embeddings: bool = True
+    delta_layers: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +80,12 @@ def _scaled_to_mean(raw: list[float], mean: int, maximum: int) -> list[int]:
     return lengths
 
 
+SMALL = ("cpu", "hybrid")  # those for CPUs
 MODELS = {
     "cpu": ModelShape(hidden_size=256, num_layers=6, num_heads=8, num_kv_heads=4, intermediate_size=768, vocab_size=64),
+    "hybrid": ModelShape(
+        hidden_size=256, num_layers=8, num_heads=8, num_kv_heads=4, intermediate_size=768, vocab_size=64, delta_layers=3
+    ),
     "0.5b": ModelShape(hidden_size=896, num_layers=24, num_heads=14, num_kv_heads=2, intermediate_size=4864),
     "1.5b": ModelShape(hidden_size=1536, num_layers=28, num_heads=12, num_kv_heads=2, intermediate_size=8960),
     "4b": ModelShape(hidden_size=2560, num_layers=36, num_heads=20, num_kv_heads=4, intermediate_size=9728),

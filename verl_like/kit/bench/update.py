@@ -28,7 +28,7 @@ from verl_like.kit.bench.inputs import grouped_rows, tokens_with_shared_prompts
 from verl_like.kit.bench.phase import POLICY, Job, measure_on_ranks, phase_job, share_of_rank
 from verl_like.kit.bench.ranks import slowest, timed
 from verl_like.kit.bench.report import Report, Row, finish
-from verl_like.kit.bench.shapes import MODELS
+from verl_like.kit.bench.shapes import MODELS, SMALL
 from verl_like.models.cost import BACKWARD
 from verl_like.models.heads import dtype_of
 from verl_like.observe.memory import reset_peak
@@ -84,7 +84,7 @@ def main(arguments: argparse.Namespace) -> Report:
 
 def variants_of(arguments: argparse.Namespace) -> list[Variant]:
     """All paths x precisions x budgets."""
-    small = arguments.model == "cpu"
+    small = arguments.model in SMALL
     paths = arguments.paths or (["packed", "padded"] if small else ["packed"])
     dtypes = arguments.dtypes or ["float32" if not torch.cuda.is_available() else "bfloat16"]
     budgets = arguments.token_budgets or ([2048, 4096, 16384] if small else [16384])

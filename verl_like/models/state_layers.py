@@ -1,0 +1,389 @@
+"""Layers that carry state from token to token, on packed rows: gated delta rule, Mamba, short convolutions.
+
+Only two functions of such a layer look beyond one token, the convolution and the scan; projections, gates and norms
+treat each token for itself. So these two alone are exchanged in a loaded model's mixers, and everything else of the
+layer sees the packed tokens [1, T], as attention, MLP and head do.
+
+Rows are cut into pieces (`pieces_of`): a prompt that several rows share is one, and what each row has of its own goes
+on from the state behind it, which is computed once and branched. A convolution gets every piece behind the few inputs
+before it: those that end its prompt, or zeros at the start of a row. A scan gets pieces of like length as the rows of
+one call, padded inside it: the pieces that others go on from on the left, with zeros, which leave the empty state
+empty; all others on the right, where nothing comes after. Where transformers found the kernels of
+flash-linear-attention, pieces stay packed and the kernel is given their bounds.
+
+Mamba 1 (jamba): its scan takes no state to begin with, so there alone a shared prompt is scanned again for each row.
+
+Letters: T packed tokens, K slots of a layout, n pieces of one call, L their longest.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import FunctionType, MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from verl_like.models.token_layout import TokenLayout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from verl_like.models.packing import Segments
+
+_LIKE = 0.75  # of a call's longest piece: shorter ones get a call of their own. Measured on a CPU, docs/performance.md
+_DELTA_CHUNK = 64  # [tokens] transformers' default; both forms of the delta rule round a row up to whole chunks
+Scan = Callable[..., tuple[Tensor, Tensor | None]]  # tensors [n, L, ...], initial state -> [n, L, ...], last state
+
+
+def put_in(hf: PreTrainedModel) -> int:
+    """Exchange convolution and scan in all layers of the model that carry state, in place; counts the layers.
+
+    They do so where the call of the layer has `segments`; without it they are transformers' own.
+    """
+    mixers = [(parent, mixer) for parent in hf.modules() for mixer in parent.children() if _names_in(type(mixer))]
+    for parent, mixer in mixers:
+        packed = _PackedFunctions()
+        mixer.forward = MethodType(_bound(type(mixer), packed), mixer)
+        parent.register_forward_pre_hook(
+            packed.take_segments, with_kwargs=True
+        )  # called again where layers are recomputed
+    return len(mixers)
+
+
+def _names_in(mixer: type[nn.Module]) -> list[str]:
+    """Names of the functions below that the class's forward calls, out of its module's globals."""
+    forward = inspect.unwrap(mixer.forward)
+    known = isinstance(forward, FunctionType) and mixer.__module__.startswith("transformers.models.")
+    return [n for n in _FUNCTIONS if known and n in forward.__code__.co_names and n in forward.__globals__]
+
+
+def _bound(mixer: type[nn.Module], packed: _PackedFunctions) -> FunctionType:
+    """Copy the class's forward, with those names bound to the functions for packed rows."""
+    own = inspect.unwrap(mixer.forward)
+    assert isinstance(own, FunctionType)
+    ours = {name: _with_usual(getattr(packed, _FUNCTIONS[name]), own.__globals__[name]) for name in _names_in(mixer)}
+    forward = FunctionType(own.__code__, own.__globals__ | ours, own.__name__, own.__defaults__, own.__closure__)
+    forward.__kwdefaults__ = own.__kwdefaults__
+    return forward
+
+
+def _with_usual(ours: Callable[..., Any], usual: Callable[..., Any]) -> Callable[..., Any]:
+    @torch.compiler.disable  # pieces differ from call to call
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return ours(usual, *args, **{name: value for name, value in kwargs.items() if name != "segments"})
+
+    return function
+
+
+class _PackedFunctions:
+    """Functions of one mixer, as its forward calls them; the first argument is transformers' own function."""
+
+    def __init__(self) -> None:
+        self.segments: Segments | None = None
+
+    def take_segments(self, _: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
+        self.segments = kwargs.get("segments")
+
+    def convolution(self, usual: Callable[..., Tensor], x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """[1, channels, T] -> [1, channels, T]; weight [channels, width]."""
+        if self.segments is None:
+            return usual(x, weight, *args, **kwargs)
+        layout, outside_K = _kept(self.segments, ("behind", weight.shape[-1] - 1), _behind_context, x.device)
+        kwargs = {name: value for name, value in kwargs.items() if name != "seq_idx"}
+        laid_out = layout.spread(x[0].transpose(0, 1)).masked_fill(outside_K[:, None], 0)
+        output = usual(laid_out.transpose(0, 1)[None], weight, *args, **kwargs)
+        return layout.collect(output[0].transpose(0, 1)).transpose(0, 1)[None]
+
+    def delta_rule(self, usual: Callable[..., Any], *args: Tensor, g: Tensor, beta: Tensor, **kwargs: Any) -> Any:
+        """query, key [1, T, heads, D], value [1, T, heads, D'], g, beta [1, T, heads] -> [1, T, heads, D'], None."""
+        if self.segments is None:
+            return usual(*args, g=g, beta=beta, **kwargs)
+        normed = kwargs["use_qk_l2norm_in_kernel"]
+
+        def scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **state: Any) -> Any:
+            return usual(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=normed, **state)
+
+        flat = _is_kernel(usual)
+        plan = _kept(self.segments, ("scan", _DELTA_CHUNK, True, flat), _plan, args[0].device)
+        return plan.run(scan, *args, g, beta)[None], None
+
+    def mamba2(
+        self, usual: Callable[..., Any], x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, **kwargs: Any
+    ) -> Any:
+        """x [1, T, heads, D], dt [1, T, heads], a [heads], b, c [1, T, groups, N] -> [1, T, heads, D]."""
+        if self.segments is None:
+            return usual(x, dt, a, b, c, **kwargs)
+        options = kwargs | {"return_final_states": False}
+
+        def scan(
+            x: Tensor, dt: Tensor, b: Tensor, c: Tensor, *, initial_state: Tensor | None, output_final_state: bool
+        ) -> Any:
+            state = {"initial_states": initial_state, "return_final_states": output_final_state}
+            output = usual(x, dt, a, b, c, **options | state)
+            return output if output_final_state else (output, None)
+
+        plan = _kept(self.segments, ("scan", kwargs["chunk_size"], True, False), _plan, x.device)
+        return plan.run(scan, x, dt, b, c)[None]
+
+    def mamba1(
+        self, usual: Callable[..., Any], x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, **kwargs: Any
+    ) -> Any:
+        """x, dt, z [1, channels, T], a [channels, N], b, c [1, N, T] -> [1, channels, T]."""
+        if self.segments is None:
+            return usual(x, dt, a, b, c, **kwargs)
+
+        def scan(*tensors: Tensor, **_: Any) -> Any:
+            x, dt, b, c, z = (tensor.transpose(1, 2) for tensor in tensors)
+            return usual(x, dt, a, b, c, **kwargs | {"z": z}).transpose(1, 2), None
+
+        plan = _kept(self.segments, ("scan", 1, False, False), _plan, x.device)
+        return plan.run(scan, *(t.transpose(1, 2) for t in (x, dt, b, c, kwargs["z"]))).transpose(0, 1)[None]
+
+    def whole_mixer(self, usual: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Convolution, scan and norm in one kernel: None, which its caller takes for "not installed"."""
+        return usual(*args, **kwargs) if self.segments is None else None
+
+
+_FUNCTIONS = {
+    "causal_conv1d_fn": "convolution",
+    "torch_chunk_gated_delta_rule": "delta_rule",
+    "mamba2_chunk_scan": "mamba2",
+    "mamba2_split_conv1d_scan_combined": "whole_mixer",
+    "mamba_selective_scan": "mamba1",
+}
+
+
+def _is_kernel(function: Callable[..., Any]) -> bool:
+    """True where transformers' function runs a package's kernel; false, right for both, where nothing tells."""
+    known = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
+    return bool(known.get("is_new_implementation", False))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Neighbouring packed tokens of one row, or of the prompt of several.
+
+    start: its first packed token.
+    parent: number of the piece that it goes on from.
+    """
+
+    start: int
+    length: int
+    parent: int | None = None
+
+
+def pieces_of(segments: Segments) -> list[Piece]:
+    """Cut the packed tokens: shared prompts, and what each row has of its own. Parents come before their children."""
+    shared = {holder: length - own for s, (holder, length, own) in enumerate(_rows(segments)) if holder != s}
+    pieces: list[Piece] = []
+    prompts: dict[int, int] = {}
+    start = 0
+    for s, (holder, _, own) in enumerate(_rows(segments)):
+        skipped = shared.get(s, 0)
+        if skipped:
+            prompts[s] = len(pieces)
+            pieces.append(Piece(start=start, length=skipped))
+        if own > skipped:  # a holder whose response has one token ends with its prompt
+            pieces.append(Piece(start=start + skipped, length=own - skipped, parent=prompts.get(holder)))
+        start += own
+    return pieces
+
+
+def _rows(segments: Segments) -> Iterator[tuple[int, int, int]]:
+    return zip(segments.holders, segments.lengths, segments.own_lengths, strict=True)
+
+
+def _kept(segments: Segments, key: tuple[Any, ...], build: Callable[..., Any], device: torch.device) -> Any:
+    """What `build(segments, device, *key[1:])` gives; computed once, then kept with the segments for the next layer."""
+    if key not in segments.kept:
+        segments.kept[key] = build(segments, device, *key[1:])
+    return segments.kept[key]
+
+
+def _behind_context(segments: Segments, device: torch.device, width: int) -> tuple[TokenLayout, Tensor]:
+    """Layout of every piece behind the `width` tokens before it, and the slots before a row's start: bool [K]."""
+    pieces = pieces_of(segments)
+    slots: list[Tensor] = []
+    homes: list[Tensor] = []
+    slot = 0
+    for piece in pieces:  # in packed order
+        before = torch.full((width,), -1)
+        if piece.parent is not None:
+            parent = pieces[piece.parent]
+            context = parent.start + torch.arange(parent.length)[-width:]
+            before[width - len(context) :] = context
+        slots += [before, piece.start + torch.arange(piece.length)]
+        homes.append(slot + width + torch.arange(piece.length))
+        slot += width + piece.length
+    token_K, home_T = torch.cat(slots), torch.cat(homes)
+    return _layout(token_K, home_T).to(device), (token_K < 0).to(device)
+
+
+def _layout(token_K: Tensor, home_T: Tensor) -> TokenLayout:
+    """Layout of slots that hold these tokens, -1 for none that is read; all slots of a token return its gradient."""
+    copied = token_K >= 0
+    copied[home_T] = False
+    slots = copied.nonzero()[:, 0]
+    tokens, order = torch.sort(token_K[slots], stable=True)
+    slots = slots[order]
+    copied_C, number, count_C = torch.unique(tokens, return_inverse=True, return_counts=True)
+    most_first = torch.argsort(count_C, descending=True, stable=True)
+    place_C = torch.argsort(most_first)
+    nth = torch.arange(len(tokens)) - (count_C.cumsum(0) - count_C)[number]
+    further = []
+    for n in range(int(count_C.max()) if len(count_C) else 0):
+        chosen = nth == n
+        by_place = torch.argsort(place_C[number[chosen]])
+        further.append(slots[chosen][by_place])
+    return TokenLayout(
+        gather_K=token_K.clamp(min=0),
+        home_T=home_T,
+        copied_C=copied_C[most_first] if len(copied_C) else None,
+        further=tuple(further),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """One call of a scan: `count` rows of `width` slots.
+
+    goes_on: each piece has a state to begin with.
+    gives: its last states are those that others begin with.
+    blank: bool [count, width], slots on the left that hold zeros, so that a row ends with its last slot.
+    bounds: int64 [pieces + 1] of packed pieces, which a kernel takes as one row.
+    """
+
+    count: int
+    width: int
+    goes_on: bool
+    gives: bool
+    blank: Tensor | None = None
+    bounds: Tensor | None = None
+
+    @property
+    def num_states(self) -> int:
+        return self.count if self.bounds is None else len(self.bounds) - 1
+
+    def run(self, scan: Scan, tensors: Iterable[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Run the scan on tensors [count * width, ...]; its output, of that length, and the last states."""
+        rows = [tensor.unflatten(0, (self.count, self.width)) for tensor in tensors]
+        if self.blank is not None:
+            rows = [row.masked_fill(self.blank[(...,) + (None,) * (row.ndim - 2)], 0) for row in rows]
+        bounds = {} if self.bounds is None else {"cu_seqlens": self.bounds}
+        output, last = scan(*rows, initial_state=state, output_final_state=self.gives, **bounds)
+        return output.flatten(0, 1), last
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """Calls of a scan, those that give states first.
+
+    layout: slots of all calls, one after the other; None where these are the packed tokens.
+    states: layout of all states given, and behind them of those that pieces begin with.
+    """
+
+    calls: list[_Call]
+    layout: TokenLayout | None
+    states: TokenLayout | None
+
+    def run(self, scan: Scan, *packed: Tensor) -> Tensor:
+        """Run the scan on packed tensors [1, T, ...]; its output [T, ...]."""
+        sizes = [call.count * call.width for call in self.calls]
+        tensors = [tensor[0] if self.layout is None else self.layout.spread(tensor[0]) for tensor in packed]
+        outputs: list[Tensor] = []
+        given: list[Tensor] = []
+        begins: Iterator[Tensor] = iter(())
+        for call, slots in zip(self.calls, zip(*(t.split(sizes) for t in tensors), strict=True), strict=True):
+            if call.goes_on and given:
+                begins, given = self._branched(torch.cat(given)), []
+            output, last = call.run(scan, slots, next(begins) if call.goes_on else None)
+            outputs.append(output)
+            if last is not None:
+                given.append(last)
+        joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return joined if self.layout is None else self.layout.collect(joined)
+
+    def _branched(self, given: Tensor) -> Iterator[Tensor]:
+        assert self.states is not None
+        begins = self.states.spread(given)[len(given) :]
+        return iter(begins.split([call.num_states for call in self.calls if call.goes_on]))
+
+
+def _plan(segments: Segments, device: torch.device, chunk: int, branches: bool, flat: bool) -> _Plan:
+    """Plan the calls of a scan.
+
+    chunk: the scan rounds rows up to whole ones of so many tokens.
+    branches: it takes a state to begin with; otherwise each row is scanned whole, its prompt too.
+    flat: it takes bounds of packed pieces.
+    """
+    pieces = pieces_of(segments) if branches else _whole_rows(segments)
+    parents = {piece.parent for piece in pieces if piece.parent is not None}
+    groups = _groups(pieces, parents, chunk, flat)
+    calls: list[_Call] = []
+    gathers: list[Tensor] = []
+    home_T, slot = torch.empty(sum(piece.length for piece in pieces), dtype=torch.int64), 0
+    for members in groups:
+        call, gather, real = _call([pieces[i] for i in members], not parents.isdisjoint(members), flat, device)
+        home_T[gather[real]] = slot + real.nonzero()[:, 0]
+        calls.append(call)
+        gathers.append(gather)
+        slot += len(gather)
+    gather_K = torch.cat(gathers)
+    layout: TokenLayout | None = TokenLayout(gather_K=gather_K, home_T=home_T)
+    if not branches and segments.layout is not None:
+        shared = segments.layout.to(torch.device("cpu"))
+        layout = shared.moved(home_T, shared.gather_K[gather_K])
+    elif torch.equal(gather_K, torch.arange(len(home_T))):
+        layout = None
+    given = [i for members, call in zip(groups, calls, strict=True) if call.gives for i in members]
+    begins = [given.index(p) for members in groups for i in members if (p := pieces[i].parent) is not None]
+    number_G = torch.arange(len(given))
+    states = _layout(torch.cat([number_G, torch.tensor(begins)]), number_G).to(device) if begins else None
+    return _Plan(calls=calls, layout=None if layout is None else layout.to(device), states=states)
+
+
+def _whole_rows(segments: Segments) -> list[Piece]:
+    starts = itertools.accumulate(segments.lengths, initial=0)
+    return [Piece(start=start, length=length) for start, length in zip(starts, segments.lengths, strict=False)]
+
+
+def _groups(pieces: Sequence[Piece], parents: set[int], chunk: int, flat: bool) -> list[list[int]]:
+    """Numbers of the pieces of each call: parents, then those that nobody goes on from, then those that go on."""
+    kinds: dict[str, list[int]] = {"first": [], "alone": [], "last": []}
+    for i, piece in enumerate(pieces):
+        kinds["last" if piece.parent is not None else "first" if flat or i in parents else "alone"].append(i)
+    if flat:
+        return [members for members in kinds.values() if members]
+    groups: list[list[int]] = []
+    for members in kinds.values():
+        most = 0  # chunks of the longest of the call
+        for i in sorted(members, key=lambda i: -pieces[i].length):
+            chunks = -(-pieces[i].length // chunk)
+            if not most or chunks < _LIKE * most:
+                groups.append([])
+                most = chunks
+            groups[-1].append(i)
+    return groups
+
+
+def _call(pieces: Sequence[Piece], gives: bool, flat: bool, device: torch.device) -> tuple[_Call, Tensor, Tensor]:
+    """Make one call: the call, the packed token of each slot, int64 [slots], and which slots are their token's own."""
+    start_n = torch.tensor([piece.start for piece in pieces])[:, None]
+    length_n = torch.tensor([piece.length for piece in pieces])[:, None]
+    width, goes_on = int(length_n.max()), pieces[0].parent is not None
+    column = torch.arange(width) - (width - length_n if gives and not flat else 0)
+    real = (column >= 0) & (column < length_n)
+    gather = start_n + torch.minimum(column.clamp(min=0), length_n - 1)
+    if flat:
+        bounds = torch.nn.functional.pad(length_n[:, 0].cumsum(0), (1, 0)).to(device)
+        gather = gather[real]
+        call = _Call(count=1, width=len(gather), goes_on=goes_on, gives=gives, bounds=bounds)
+        return call, gather, torch.ones_like(gather, dtype=torch.bool)
+    blank = ~real.to(device) if gives and not bool(real.all()) else None
+    call = _Call(count=len(pieces), width=width, goes_on=goes_on, gives=gives, blank=blank)
+    return call, gather.flatten(), real.flatten()
