@@ -29,6 +29,7 @@ from verl_like.trainer.reporting import Reporter
 from verl_like.trainer.roles import ActorHandle, CriticHandle, ReferenceHandle, UpdateRules
 from verl_like.trainer.start_messages import start_phase
 from verl_like.trainer.state import TrainState
+from verl_like.trainer.teachers import Teachers
 from verl_like.trainer.validation import Validator
 from verl_like.trainer.weights import Weights
 from verl_like.trainer.workers import Pools
@@ -49,6 +50,7 @@ class PPOTrainer:
     actor: ActorHandle
     reference: ReferenceHandle | None
     critic: CriticHandle | None
+    teachers: Teachers | None = None
     weights: Weights
     rewards: RewardManager
     validator: Validator
@@ -148,6 +150,10 @@ class PPOTrainer:
         if self.critic is not None:
             with self.clock("values"):
                 values = self.critic.values(rollouts)
+        taught = None
+        if self.teachers is not None:
+            with self.clock("teacher"):
+                taught = self.teachers.evaluate(rollouts)
         old_log_probs = old.old_log_probs_T if old else None
         if self.plan.old_log_probs == "rollout":
             old_log_probs = rollouts.rollout_log_probs_T
@@ -159,6 +165,9 @@ class PPOTrainer:
             ref_log_probs_T=reference.ref_log_probs_T if reference else None,
             full_kl_T=reference.full_kl_T if reference else None,
             values_T=values.values_T if values else None,
+            teacher_B=taught.teacher_B if taught else None,
+            teacher_log_probs_T=taught.teacher_log_probs_T if taught else None,
+            teacher_ids_T=taught.teacher_ids_T if taught else None,
         )
 
     def make_experience(
@@ -222,6 +231,7 @@ class PPOTrainer:
             seed=self.config.trainer.seed,
             max_response_length=self.config.data.max_response_length,
             actor=role if isinstance(role, ActorConfig) else None,
+            distillation=self.config.distillation,
         )
 
     def sync_weights(self) -> dict[str, float]:
