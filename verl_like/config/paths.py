@@ -19,6 +19,7 @@ def model_paths(config: PPOConfig) -> dict[str, str]:
         "reward_model.model.path": reward.model.path if reward.enable else None,
         "reward_model.model.input_tokenizer": reward.model.input_tokenizer if reward.enable else None,
     }
+    named |= {f"{teacher.place}.model_path": teacher.path for teacher in config.distillation.teachers().values()}
     keys_by_path: dict[str, str] = {}
     for key, path in named.items():
         if path is not None:

@@ -8,6 +8,7 @@ from verl_like.config.asynchronous import AsyncTrainingConfig
 from verl_like.config.base import ConfigNode, section
 from verl_like.config.critic import CriticConfig
 from verl_like.config.data import DataConfig
+from verl_like.config.distillation import DistillationConfig
 from verl_like.config.environments import EnvConfig
 from verl_like.config.model import ModelConfig
 from verl_like.config.reward import CustomRewardFunctionConfig, RewardModelConfig
@@ -49,6 +50,8 @@ class PPOConfig(ConfigNode):
     """A reward function of the user's."""
     algorithm: AlgorithmConfig = section(AlgorithmConfig)
     """Advantages and KL."""
+    distillation: DistillationConfig = section(DistillationConfig, idle="distillation.enabled is false")
+    """Teachers."""
     env: EnvConfig = section(EnvConfig, idle="env.train.tags is empty")
     """Environments in place of prompts."""
     sft: SFTConfig = section(SFTConfig, idle="trainer.objective is not sft")

@@ -50,10 +50,11 @@ from verl_like.trainer.reporting import Reporter
 from verl_like.trainer.resume import fetch_resume, find_resume, processes_text
 from verl_like.trainer.reward_check import grade_sample, try_rewards
 from verl_like.trainer.reward_models import use_reward_model
-from verl_like.trainer.roles import ActorHandle, CriticHandle, ReferenceHandle, RoleHandle
+from verl_like.trainer.roles import ActorHandle, CriticHandle, ReferenceHandle, RoleHandle, TeacherHandle
 from verl_like.trainer.start_checks import problems
 from verl_like.trainer.start_messages import start_phase, worker_start_text
 from verl_like.trainer.state import TrainState
+from verl_like.trainer.teachers import Teachers
 from verl_like.trainer.validation import Validator
 from verl_like.trainer.weights import Weights
 from verl_like.trainer.workers import Pools, Workers
@@ -238,15 +239,18 @@ def assemble(
     replicas = StandingRolloutGroup(pool, **sampling) if standing else RolloutGroup(pool, plan, **sampling)
     pools.reachable, weights.reachable = replicas.paused, replicas.renewed
 
+    def shared(name: str, cost: ModelCost | None) -> dict[str, Any]:
+        sharing = {"cost": cost, "share_prompts": shares_prompts(plan.roles[name].config.model)}
+        return {"balance": settings.balance_batch, "timeout_s": settings.rpc_timeout, **sharing}
+
     def models(role: type[Handle], cost: ModelCost | None, **options: Any) -> Handle | None:
         if role.role not in plan.roles:
             return None
-        sharing = {"cost": cost, "share_prompts": shares_prompts(plan.roles[role.role].config.model)}
-        shared = {"balance": settings.balance_batch, "timeout_s": settings.rpc_timeout}
-        return role(pools.of(role.role), plan, **sharing, **shared, **options)
+        return role(pools.of(role.role), plan, **shared(role.role, cost), **options)
 
     actor = models(ActorHandle, costs.actor, on_change=weights.changed)
     critic = models(CriticHandle, costs.critic)
+    teachers = [TeacherHandle(n, pools.of(n), plan, **shared(n, costs.teachers[n])) for n in costs.teachers]
     assert actor is not None
     how = answering(config, facts, validation=False)
     source = RecordedSource if skips or recorded else Collector
@@ -263,6 +267,7 @@ def assemble(
         actor=actor,
         reference=models(ReferenceHandle, costs.actor),
         critic=critic,
+        teachers=Teachers(config.distillation, teachers) if config.distillation.enabled else None,
         recorder=Recorder(config, [role for role in (actor, critic) if role is not None]),
         weights=weights,
         rewards=rewards,

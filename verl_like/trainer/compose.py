@@ -452,7 +452,8 @@ def _leaves(changes: list[Change]) -> list[Change]:
     """Split dictionaries given to a section into one change per leaf; those given to an open dictionary stay whole."""
     flat: list[Change] = []
     for change in changes:
-        inside_open = find_key(change.key) is not None
+        # teachers have names of their own, and the keys below them names that are translated
+        inside_open = find_key(change.key) is not None and not change.key.startswith("distillation.teacher_models")
         if isinstance(change.value, dict) and change.value and not inside_open:
             flat += _leaves([Change(f"{change.key}.{name}", value) for name, value in change.value.items()])
         elif not (change.value in ({}, None) and change.key in sections()):

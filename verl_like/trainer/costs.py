@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from verl_like.batch import Experience, Rollouts
@@ -22,6 +22,7 @@ class ModelCosts:
 
     actor: ModelCost
     critic: ModelCost | None
+    teachers: Mapping[str, ModelCost] = field(default_factory=dict)  # by the name of their role
 
     @classmethod
     def of(cls, config: PPOConfig, plan: BatchPlan) -> ModelCosts:
@@ -30,6 +31,7 @@ class ModelCosts:
         return cls(
             actor=_cost_of(config.actor_rollout_ref.model),
             critic=_cost_of(critic).with_value_head() if CRITIC in plan.roles else None,
+            teachers={name: _cost_of(plan.roles[name].config.model) for name in config.distillation.teachers()},
         )
 
 

@@ -19,7 +19,7 @@ from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.errors import raise_if_any
 from verl_like.config.paths import DATA_FILES, Files
 from verl_like.config.placement import has_further_pools
-from verl_like.config.roles import RoleConfig
+from verl_like.config.roles import ACTOR, REF, RoleConfig
 from verl_like.data.dataset import Dataset, make_encoder
 from verl_like.data.foreign import build_dataset
 from verl_like.data.loader import PromptLoader
@@ -82,7 +82,8 @@ class Facts:
     missing = Fact(lambda facts: missing_places(facts.config, *(DATA_FILES if facts.trains else DATA_FILES[1:])))
     """Problems with the places of models, tokenizers and data, by (key, path)."""
 
-    def _require(self, path: str) -> None:
+    def require(self, path: str) -> None:
+        """Raise ConfigError where this place of a model, a tokenizer or data is missing."""
         raise_if_any([text for (_, place), text in self.missing.items() if place == path])
 
     data = Fact(lambda facts: with_system_prompt(facts.config))
@@ -92,7 +93,7 @@ class Facts:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Tokenizer of the policy."""
         model, data = self.config.actor_rollout_ref.model, self.config.data
-        self._require(data.tokenizer or model.path)
+        self.require(data.tokenizer or model.path)
         trust = model.trust_remote_code or data.trust_remote_code
         tokenizer = load_tokenizer(data.tokenizer or model.path, trust, "data.tokenizer" if data.tokenizer else _MODEL)
         if model.custom_chat_template:
@@ -102,15 +103,15 @@ class Facts:
     @Fact
     def hf_config(self) -> PretrainedConfig:
         """Hugging Face config of the policy."""
-        self._require(self.config.actor_rollout_ref.model.path)
+        self.require(self.config.actor_rollout_ref.model.path)
         return load_hf_config(self.config.actor_rollout_ref.model, _MODEL)
 
     def hf_config_of(self, role: RoleConfig) -> PretrainedConfig:
         """Hugging Face config of a role's model."""
-        if role.kind == "policy":
+        if role.name in (ACTOR, REF):
             return self.hf_config
-        self._require(role.model.path)
-        return load_hf_config(role.model, f"{role.model_section}.path")
+        self.require(role.model.path)
+        return load_hf_config(role.model, role.path_key)
 
     @Fact
     def eos_ids(self) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from verl_like.trainer.loop import Loop, prefixed
 from verl_like.trainer.recording import Recorder
 from verl_like.trainer.roles import ReferenceHandle, UpdateRules
 from verl_like.trainer.start_messages import start_phase
+from verl_like.trainer.teachers import Teachers
 from verl_like.trainer.validation import Validator
 from verl_like.trainer.weights import Weights
 
@@ -34,6 +35,7 @@ class PPOTrainer(Loop):
 
     source: Collector
     reference: ReferenceHandle | None
+    teachers: Teachers | None = None
     weights: Weights
     rewards: RewardManager
     validator: Validator
@@ -105,6 +107,10 @@ class PPOTrainer(Loop):
         if self.critic is not None:
             with self.clock("values"):
                 values = self.critic.values(rollouts)
+        taught = None
+        if self.teachers is not None:
+            with self.clock("teacher"):
+                taught = self.teachers.evaluate(rollouts)
         old_log_probs = old.old_log_probs_T if old else None
         if self.plan.old_log_probs == "rollout":
             old_log_probs = rollouts.rollout_log_probs_T
@@ -116,6 +122,9 @@ class PPOTrainer(Loop):
             ref_log_probs_T=reference.ref_log_probs_T if reference else None,
             full_kl_T=reference.full_kl_T if reference else None,
             values_T=values.values_T if values else None,
+            teacher_B=taught.teacher_B if taught else None,
+            teacher_log_probs_T=taught.teacher_log_probs_T if taught else None,
+            teacher_ids_T=taught.teacher_ids_T if taught else None,
         )
 
     def make_experience(
@@ -179,6 +188,7 @@ class PPOTrainer(Loop):
             seed=self.config.trainer.seed,
             max_response_length=self.config.data.max_response_length,
             actor=role if isinstance(role, ActorConfig) else None,
+            distillation=self.config.distillation,
         )
 
     def sync_weights(self) -> dict[str, float]:

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from verl_like.config import DataConfig, PPOConfig, RolloutConfig
+from verl_like.config import DataConfig, ModelConfig, PPOConfig, RolloutConfig
+from verl_like.config.distillation import Teacher
 from verl_like.config.engines import ENGINES
 from verl_like.config.errors import ConfigError, problems_of
 from verl_like.config.reward_rollout import RewardRolloutConfig
@@ -41,6 +42,7 @@ from verl_like.trainer.nsight import check_nsight
 from verl_like.trainer.own_code import check_own_code
 from verl_like.trainer.resume import find_resume
 from verl_like.trainer.reward_check import check_rewards
+from verl_like.trainer.teachers import check_rows, check_tokenizer
 from verl_like.user_code import load
 
 logger = logging.getLogger(__name__)
@@ -193,6 +195,7 @@ def check_models(config: PPOConfig, facts: Facts) -> Iterator[str]:
         lambda: check_vision(config, facts.hf_config),
         *(partial(_check_role, role, facts) for role in roles_of(config).values()),
         lambda: _check_vocabulary(config, facts),
+        *(partial(_check_teacher, each, facts) for each in config.distillation.teachers().values()),
         lambda: facts.reward_tokenizers,
     )
 
@@ -201,7 +204,7 @@ def _check_role(role: RoleConfig, facts: Facts) -> Iterator[str]:
     """Check that the processes of a role can split its model and its rows, and build and train it."""
     model, hf_config, device = role.model, facts.hf_config_of(role), facts.known("device")
     if role.kind == "value":
-        families.refuse_vision(hf_config, f"{role.model_section}.path", "name a text model")
+        families.refuse_vision(hf_config, role.path_key, "name a text model")
     yield from problems_of(
         lambda: loading.check_ulysses(model, hf_config, role.ulysses),
         lambda: tensor_plan.check_model(model, hf_config, role.tensor, role.tensor_key),
@@ -209,9 +212,10 @@ def _check_role(role: RoleConfig, facts: Facts) -> Iterator[str]:
     if role.name == REWARD:
         if facts.config.reward_model.worker_class is not None:
             return  # it may load what it likes
-        loading.check_score_head(model, hf_config, f"{role.model_section}.path")
+        loading.check_score_head(model, hf_config, role.path_key)
     section = role.model_section.removesuffix("model")
-    yield from problems_of(lambda: _check_modules(role, hf_config, facts.trains), prefix=section)
+    for text in problems_of(lambda: _check_modules(role, hf_config, facts.trains), prefix=section):
+        yield text.replace(f"{section}model.path", role.path_key)
     if facts.trains and device is not None:
         yield from problems_of(
             lambda: loading.check_backend(model, hf_config, torch.device(device)),
@@ -233,6 +237,18 @@ def _check_modules(role: RoleConfig, hf_config: PretrainedConfig, trains: bool) 
         lora.attach(whole.hf, model, dtype=torch.float32, seed=0, left_out=tower)
         if model.lora_adapter_path is not None:
             lora.load_adapter(whole.hf, model)
+
+
+def _check_teacher(teacher: Teacher, facts: Facts) -> None:
+    """Check that a teacher sees what the policy sees, and has its tokens."""
+    key, path = f"{teacher.place}.model_path", teacher.path
+    trust = facts.config.actor_rollout_ref.model.trust_remote_code
+    facts.require(path)
+    check_tokenizer(key, path, loading.load_tokenizer(path, trust, key), facts.tokenizer)
+    if facts.vision is not None and not families.sees(loading.load_hf_config(ModelConfig(path=path), key)):
+        raise ValueError(
+            f"{key}={path}: the policy looks at images, and this model reads text only; name one that sees"
+        )
 
 
 def check_vision(config: PPOConfig, hf_config: PretrainedConfig) -> None:
@@ -284,6 +300,7 @@ def check_data(config: PPOConfig, facts: Facts) -> Iterator[str]:
     yield from problems_of(
         lambda: part("loops", "check")(sets, config.actor_rollout_ref.rollout),
         lambda: part("tools", "check")(sets, facts.toolbox),
+        lambda: facts.trains and sets[0] is not None and check_rows(config.distillation, sets[0]),
     )
     for split, dataset in zip(("train", "val"), sets, strict=True):
         if dataset is not None and (facts.trains or split == "val"):

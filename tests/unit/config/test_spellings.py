@@ -161,7 +161,7 @@ def test_dropped_keys_say_why():
         (f"{R}.name", "???"),
         ("actor_rollout_ref.model.lora.dropout", 0.0),
         ("actor_rollout_ref.ref.router_replay.mode", "disabled"),
-        ("distillation.distillation_loss.topk", 32),
+        ("distillation.distillation_loss.use_chunked_topk", True),
         ("reward_model.rollout.dtype", None),
         (f"{A}.pad_to_length", False),
         (f"{A}.fsdp_config.pad_to_length", "${oc.select:actor_rollout_ref.actor.pad_to_length,False}"),
