@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,17 @@ def test_the_planted_key_is_named(run: Run, key: str) -> None:
     found = why(run(), run(**{key: value}))
     assert key in {name for name, _, _ in found.keys}, found.text()
     assert (found.difference.step, found.difference.phase) == (step, phase), found.text()
+
+
+def test_versions_are_hints_where_both_runs_tell_theirs(run: Run, tmp_path: Path) -> None:
+    first, second = run(), tmp_path / "copy"
+    shutil.copytree(run(**{f"{ACTOR}.optim.lr": 5e-3}), second)
+    told = json.loads((second / "environment.json").read_text())
+    told["packages"]["torch"] = "0.1"
+    (second / "environment.json").write_text(json.dumps(told))
+    assert [hint for hint in why(first, second).hints if hint.endswith("| 0.1")] == why(first, second).hints != []
+    (second / "environment.json").unlink()
+    assert why(first, second).hints == []
 
 
 def test_two_runs_of_the_same_do_not_differ(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -118,7 +118,7 @@ def roles_have_one_pool(config: PPOConfig) -> Findings:
             fix = f"choose among {', '.join(movable)}; the actor stays in the pool {MAIN_POOL}"
             yield ("trainer.placement",), f"{role} in the pool {name}: {fix}"
     for pool in (pool for pool in others if pool.world_size < 1):
-        yield pool.keys, f"the pool of {', '.join(pool.roles)} needs both sizes above 0"
+        yield pool.keys, f"the pool of {', '.join(pool.roles)} needs both sizes above 0 ({', '.join(pools_by(config))})"
     pools = [*(pool for pool in named if pool.name == MAIN_POOL), *others]
     names = [pool.name for pool in pools]
     for name in dict.fromkeys(name for name in names if names.count(name) > 1):

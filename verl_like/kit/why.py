@@ -131,7 +131,7 @@ def _hints(first: Path, second: Path, difference: Difference) -> Iterator[str]:
         if a[key]["sha256"] != b[key]["sha256"] and a[key]["path"] != "" and _acts(key, difference):
             yield f"{key}: the file's content differs ({a[key]['sha256'][:12]} | {b[key]['sha256'][:12]})"
     versions, theirs = one.get("packages", {}), other.get("packages", {})
-    for name in sorted(versions.keys() | theirs.keys()):
+    for name in sorted(versions.keys() | theirs.keys()) if versions and theirs else ():  # known of both
         if versions.get(name) != theirs.get(name):
             yield f"package {name}: {versions.get(name)} | {theirs.get(name)}"
     if difference.phase == "weights" and difference.step == 1:

@@ -199,7 +199,7 @@ def _rows(segments: Segments) -> Iterator[tuple[int, int, int]]:
 
 
 def _kept(segments: Segments, key: tuple[Any, ...], build: Callable[..., Any], device: torch.device) -> Any:
-    """What `build(segments, device, *key[1:])` gives; computed once, then kept with the segments for the next layer."""
+    """Outcome of `build(segments, device, *key[1:])`, computed once and kept with the segments for the next layer."""
     if key not in segments.kept:
         segments.kept[key] = build(segments, device, *key[1:])
     return segments.kept[key]

@@ -259,7 +259,13 @@ def to_config(tree: DictConfig) -> PPOConfig:
     except OmegaConfBaseException as error:
         raise ConfigError([_unresolved(error)]) from error
     assert isinstance(plain, dict)
-    return from_dict({str(name): value for name, value in plain.items()})
+    try:
+        return from_dict({str(name): value for name, value in plain.items()})
+    except ConfigError as error:  # what a key takes over from another is that one's fault
+        written = OmegaConf.to_container(tree, resolve=False)
+        told = {text.partition("=")[0]: text for text in error.problems}
+        own = [text for key, text in told.items() if told.keys().isdisjoint(_sources(key, _leaf(written, key)))]
+        raise ConfigError(own) from error
 
 
 def _unresolved(error: OmegaConfBaseException) -> str:

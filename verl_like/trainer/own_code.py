@@ -27,7 +27,7 @@ from verl_like.config.errors import problems_of
 from verl_like.observe.trackers import check_trackers
 from verl_like.trainer.loop import Loop
 from verl_like.trainer.ppo import PPOTrainer
-from verl_like.user_code import UserCodeError, load
+from verl_like.user_code import UserCodeError, load, resolve_path
 from verl_like.workers.roles import reward_worker_class
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,7 @@ T = TypeVar("T", bound=Loop)
 def check_own_code(config: PPOConfig) -> Iterator[str]:
     """Check that the code is there, can be imported and can be called as it must."""
     actor, algorithm, reward = config.actor_rollout_ref.actor, config.algorithm, config.reward_model
+    custom = config.custom_reward_function
     kinds = [algorithm.kl_penalty] * algorithm.use_kl_in_reward + [actor.kl_loss_type] * actor.use_kl_loss
     yield from problems_of(
         lambda: ADVANTAGES.lookup(algorithm.adv_estimator),
@@ -45,6 +46,7 @@ def check_own_code(config: PPOConfig) -> Iterator[str]:
         *(partial(KL_ESTIMATORS.lookup, kind) for kind in kinds if kind != FULL_KL_KIND),
         lambda: check_trackers(config.trainer),
         lambda: trainer_class(config),
+        lambda: custom.path and resolve_path(custom.path, "custom_reward_function.path"),
         lambda: reward_worker_class(reward) if reward.enable else None,
     )
 

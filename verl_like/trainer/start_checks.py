@@ -36,14 +36,14 @@ from verl_like.registry import part
 from verl_like.remote_storage import is_remote
 from verl_like.rollout.build import require_heads, require_quantization
 from verl_like.rollout.sampling import require_tokens_left, train_sampling, validation_sampling
-from verl_like.trainer.facts import Facts, resolve_world, train_loader
+from verl_like.trainer.facts import Facts, resolve_world, train_loader, train_sampler
 from verl_like.trainer.folders import check_output_folders
 from verl_like.trainer.nsight import check_nsight
 from verl_like.trainer.own_code import check_own_code
 from verl_like.trainer.resume import find_resume
 from verl_like.trainer.reward_check import check_rewards
 from verl_like.trainer.teachers import check_rows, check_tokenizer
-from verl_like.user_code import load
+from verl_like.user_code import SAMPLER_KEYS, load, load_class
 
 logger = logging.getLogger(__name__)
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -52,6 +52,9 @@ _REACH_S = 2.0
 # What each takes at least: a rank has imported torch, a helper the standard library; a response in flight is a
 # coroutine, its request and its arrays; a thread has touched some of its stack.
 _RANK, _HELPER, _RESPONSE, _THREAD = (200e6, "processes"), (25e6, "processes"), (4e3, "responses"), (5e4, "threads")
+_GRADERS = "custom_reward_function.num_workers"
+# What starts the processes that a key counts
+_STARTED = {_GRADERS: ["rewards"], f"{_ROLLOUT}.agent.num_workers": ["toolbox", "runner"], _FILTER: ["room"]}
 
 
 def early_problems(config: PPOConfig) -> list[str]:
@@ -84,7 +87,7 @@ def problems(facts: Facts) -> Iterator[str]:
             lambda: require_heads(rollout, facts.hf_config, facts.device),
             lambda: check_sampling(config, facts),
             lambda: facts.plan,
-            lambda: facts.known("train") and train_loader(config, facts.train, facts.plan),
+            lambda: check_order(config, facts),
         )
     yield from problems_of(
         lambda: facts.device,
@@ -101,15 +104,14 @@ def check_machine(config: PPOConfig, facts: Facts) -> Iterator[str]:
     """Compare counts with this machine's memory, engines with its packages, and ask addresses for an answer."""
     yield from problems_of(lambda: _check_engines(config))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    crowds = [
-        f"{key}={value}: {value * times:,} {what} of at least {each / 1e6:g} MB are more than this machine's "
-        f"{memory / 1e9:.0f} GB of memory; lower it to {memory / each / times:,.0f} at most"
-        for key, value, times, (each, what) in _counts(config, facts.known("device"))
-        if value * times * each > memory
-    ]
-    if crowds:  # which are not to be started
-        facts.failed |= dict.fromkeys(("toolbox", "train", "val", "rewards", "runner"), ConfigError(crowds))
-    yield from crowds
+    for key, value, times, (each, what) in _counts(config, facts.known("device")):
+        if value * times * each > memory:
+            crowd = (
+                f"{key}={value}: {value * times:,} {what} of at least {each / 1e6:g} MB are more than this machine's "
+                f"{memory / 1e9:.0f} GB of memory; lower it to {memory / each / times:,.0f} at most"
+            )
+            facts.failed |= dict.fromkeys(_STARTED.get(key, ()), ConfigError([crowd]))  # not to be started
+            yield crowd
     yield from (text for key, url in _urls(config).items() if (text := unreachable(key, url)))
     ray, nodes = config.ray_init, config.trainer.nnodes
     if config.trainer.launcher == "local":
@@ -132,7 +134,7 @@ def _counts(config: PPOConfig, device: str | None) -> list[tuple[str, int, int, 
     row = 4.0 * (rollout.max_model_len or data.max_prompt_length + data.max_response_length), "rows of tokens"
     ranks = config.trainer.n_gpus_per_node
     rows: list[tuple[Any, str, Any, int, tuple[float, str]]] = [
-        (True, "custom_reward_function.num_workers", config.custom_reward_function.num_workers, 1, _HELPER),
+        (True, _GRADERS, config.custom_reward_function.num_workers, 1, _HELPER),
         (helps, f"{_ROLLOUT}.agent.num_workers", rollout.agent.num_workers, 1, _HELPER),
         (data.filter_overlong_prompts, _FILTER, data.filter_overlong_prompts_workers, 1, _RANK),
         (device == "cpu" and ranks != "auto", "trainer.n_gpus_per_node", ranks, 1, _RANK),
@@ -189,9 +191,14 @@ def unreachable(key: str, url: str) -> str | None:
 def check_models(config: PPOConfig, facts: Facts) -> Iterator[str]:
     """Check tokenizer and models: places, files, kinds, sizes, modules that keys name, backends, a compiler."""
     yield from facts.missing.values()
+    for path, key in {role.model.path: role.model_section for role in reversed(roles_of(config).values())}.items():
+        if not loading.has_weights(path):
+            what = "%s.path=%s HOLDS NO WEIGHTS: THEY WILL BE RANDOM. Where that is not meant, download the model again"
+            logger.warning(what, key, path)
     yield from problems_of(
         lambda: facts.toolbox,
         lambda: facts.eos_ids,
+        lambda: facts.vision,
         lambda: check_vision(config, facts.hf_config),
         *(partial(_check_role, role, facts) for role in roles_of(config).values()),
         lambda: _check_vocabulary(config, facts),
@@ -206,7 +213,7 @@ def _check_role(role: RoleConfig, facts: Facts) -> Iterator[str]:
     if role.kind == "value":
         families.refuse_vision(hf_config, role.path_key, "name a text model")
     yield from problems_of(
-        lambda: loading.check_ulysses(model, hf_config, role.ulysses),
+        lambda: problems_of(lambda: loading.check_ulysses(model, hf_config, role.ulysses), prefix=f"{role.section}."),
         lambda: tensor_plan.check_model(model, hf_config, role.tensor, role.tensor_key),
     )
     if role.name == REWARD:
@@ -272,22 +279,25 @@ def _check_vocabulary(config: PPOConfig, facts: Facts) -> None:
         )
 
 
-def check_sampling(config: PPOConfig, facts: Facts) -> None:
-    """Check that bad words leave something to sample, and that tokens that stop are the model's.
+def check_order(config: PPOConfig, facts: Facts) -> None:
+    """Check what draws the training prompts, as far as it can be known where their files or sizes are at fault."""
+    if (sampler := config.data.sampler).class_path is not None:
+        load_class(sampler.class_path, sampler.class_name, **SAMPLER_KEYS)
+    if (train := facts.known("train")) is not None:
+        train_loader(config, train, facts.plan) if facts.known("plan") else train_sampler(config, train, 1)
 
-    Raises ValueError otherwise.
-    """
+
+def check_sampling(config: PPOConfig, facts: Facts) -> Iterator[str]:
+    """Check that bad words leave something to sample, and that tokens that stop are the model's."""
     rollout, size = config.actor_rollout_ref.rollout, facts.hf_config.get_text_config().vocab_size
-    for section, keys, make in (
-        (_ROLLOUT, rollout, train_sampling),
-        (f"{_ROLLOUT}.val_kwargs", rollout.val_kwargs, validation_sampling),
-    ):
-        require_tokens_left(make(rollout, facts.eos_ids, facts.tokenizer), len(facts.tokenizer), f"{section}.")
+    for section, keys in ((_ROLLOUT, rollout), (f"{_ROLLOUT}.val_kwargs", rollout.val_kwargs)):
         if max(keys.stop_token_ids or [0]) >= size:
-            raise ValueError(
+            yield (
                 f"{section}.stop_token_ids={keys.stop_token_ids}: the model's tokens are 0 to {size - 1}; leave the "
                 "others out"
             )
+    for section, make in ((_ROLLOUT, train_sampling), (f"{_ROLLOUT}.val_kwargs", validation_sampling)):
+        require_tokens_left(make(rollout, facts.eos_ids, facts.tokenizer), len(facts.tokenizer), f"{section}.")
 
 
 def check_data(config: PPOConfig, facts: Facts) -> Iterator[str]:
@@ -295,7 +305,7 @@ def check_data(config: PPOConfig, facts: Facts) -> Iterator[str]:
 
     One fault of rows at a time: it is mostly a key that does not fit, and so a fault of both sets.
     """
-    yield from problems_of(lambda: (facts.val, facts.train))
+    yield from problems_of(lambda: facts.val, lambda: facts.train, lambda: facts.data)
     sets = facts.known("train"), facts.known("val")
     yield from problems_of(
         lambda: part("loops", "check")(sets, config.actor_rollout_ref.rollout),
