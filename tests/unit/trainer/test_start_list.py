@@ -95,6 +95,7 @@ def test_a_fact_that_cannot_be_loaded_is_told_once_and_hides_no_other(
     both = {"data.val_files": "{train}"}  # a key that does not fit them is one fault, not two
     alone = told(tmp_path, tiny_model, joined(unknown, both))
     assert len(alone) == 1 and words in alone[0]
+    assert alone[0].count("`") % 2 == 0, "a library's text is cut where a sentence ends"
     more = told(tmp_path, tiny_model, joined(unknown, both, NO_REWARD, NO_LOGS))
     assert len(more) == 3 and alone[0] in more, more
 
@@ -114,6 +115,8 @@ TOGETHER: list[tuple[dict[str, str], list[str]]] = [
      ["broken.jsonl", "empty.jsonl", "data.tokenizer=/nowhere", "100,000 processes", "/nowhere.py: there is no"]),
     (joined(NO_MODEL, BROKEN), [f"{bad.MODEL}.path={{folder}}/odd: its config.json", "broken.jsonl", "empty.jsonl"]),
     ({"data.train_batch_size": "1000", "data.domain_weights": "{zork: 1}"}, ["only 8 tr", "domain_weights.zork"]),
+    ({f"{bad.ACTOR}.ulysses_sequence_parallel_size": "3", f"{bad.ACTOR}.use_kl_loss": "true"},
+     ["must divide the number of processes", f"{bad.ACTOR}.ulysses_sequence_parallel_size=3 does not divide"]),
 ]  # fmt: skip
 
 
@@ -132,7 +135,7 @@ def test_mistakes_that_do_not_need_each_other_do_not_hide_each_other(
 
 
 def test_a_grader_that_never_returns_is_a_problem_beside_others(tmp_path: Path, tiny_model: Path) -> None:
-    """Its time is waited for once; one that raises is told once, without frames of ours."""
+    """And its time is waited for once."""
     arguments = "data_source, solution_str, ground_truth, extra_info=None"
     (tmp_path / "never.py").write_text(f"import time\ndef compute_score({arguments}):\n    time.sleep(100)\n")
     never = {"custom_reward_function.path": "{folder}/never.py", "custom_reward_function.timeout": "1"}
