@@ -121,6 +121,9 @@ class WeightExport:
             whole = torch.empty(shape, device="meta")
             views = [(stored, as_matrix(view)) for stored, view in self._stored.views(name, whole)]
             self._rows[name] = [(n, v.storage_offset() // v.shape[1], v.shape[0]) for n, v in views if v.numel()]
+        if self._stored.is_turned(name):
+            yield from ((self._rows[name][0][0], piece) for piece in _turned(shape, part))
+            return
         for stored, first, count in self._rows[name]:
             start, end = max(part.row, first), min(part.row + part.values.shape[0], first + count)
             if start < end:
@@ -144,3 +147,13 @@ class WeightExport:
         for name, tensor in self._sharding.full_weights(dtype, lambda name: wanted(name.removeprefix(HF_PREFIX))):
             yield name.removeprefix(HF_PREFIX), tensor
             del tensor
+
+
+def _turned(shape: torch.Size, part: Slice) -> Iterator[Slice]:
+    """Cut a slice of a stack [experts, n, m] into slices of [experts, m, n], one of each expert that it touches."""
+    _, height, width = shape
+    end = part.row + part.values.shape[0]
+    for expert in range(part.row // height, -(-end // height)):
+        first, last = max(part.row, expert * height), min(end, (expert + 1) * height)
+        turned = part.values[first - part.row : last - part.row].T
+        yield Slice(turned, expert * width + part.column, first - expert * height)

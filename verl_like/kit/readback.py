@@ -54,8 +54,9 @@ def of_model(engine: FSDPEngine) -> Iterator[Reading]:
         yield from ((f"{section}.dtype", engine.compute_dtype, each.dtype) for each in named.values())
         return
     with_lora = role.model.lora_rank > 0
-    frozen = "visual." if role.freeze_vision_tower and families.sees(engine.hf_config) else None
-    trained = [name for name in named if (lora.is_trained(name) if with_lora else frozen is None or frozen not in name)]
+    hf, sees = engine.model.hf, families.sees(engine.hf_config)
+    frozen = [f".{part}." for part in families.parts_beside_text(hf) if role.freeze_vision_tower or not sees]
+    trained = [n for n in named if (lora.is_trained(n) if with_lora else not any(part in n for part in frozen))]
     yield f"{role.section}.optim, tensors", len(trained), sum(len(group["params"]) for group in optimizer.param_groups)
     if with_lora:
         yield from _of_adapters(engine)

@@ -2,8 +2,9 @@
 
 transformers keeps all experts of a layer in one parameter, `experts.gate_up_proj` [experts, 2 x width, hidden]; files
 on the hub, vLLM's loader and older transformers want `experts.7.gate_proj.weight` [width, hidden]. Mixtral's parts have
-other names in files as well. The rules are transformers' own (the ones `save_pretrained` applies), so that a model type
-which transformers can save is named here as it is there; every tensor given out is a view, nothing is copied.
+other names in files as well; Qwen3-VL-MoE's hold the whole stack, its matrices transposed. The rules are transformers'
+own (the ones `save_pretrained` applies), so that a model type which transformers can save is named here as it is there;
+every tensor given out is a view, nothing is copied.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from transformers.core_model_loading import (
     ConversionOps,
     PrefixChange,
     SplitModulelist,
+    Transpose,
     WeightConverter,
     WeightRenaming,
 )
@@ -55,6 +57,7 @@ class CheckpointNames:
         self._renamings = [rule for rule in backwards if isinstance(rule, WeightRenaming)]
         self._converters = [rule for rule in backwards if isinstance(rule, WeightConverter)]
         self._known: dict[str, tuple[str, ...]] = {}
+        self._turned: set[str] = set()
 
     def views(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield (stored name, view) of everything that the parameter `name` holds.
@@ -66,12 +69,19 @@ class CheckpointNames:
         if name not in self._known:
             self._known[name] = self._stored_names(name)
         stored = self._known[name]
+        if name in self._turned:
+            yield stored[0], tensor.transpose(1, 2)
+            return
         if stored[0].count(_EACH_EXPERT) == 0:
             yield stored[0], tensor
             return
         for expert, matrix in enumerate(tensor.unbind(0)):
             for pattern, part in zip(stored, matrix.chunk(len(stored)), strict=True):
                 yield pattern.replace(_EACH_EXPERT, str(expert)), part
+
+    def is_turned(self, name: str) -> bool:
+        """True for a stack of experts [experts, n, m] stored as [experts, m, n]; known when `views` has named it."""
+        return name in self._turned
 
     def _stored_names(self, name: str) -> tuple[str, ...]:
         """Names under which a parameter is stored: one, or a pattern for each part of a stack of experts.
@@ -82,6 +92,10 @@ class CheckpointNames:
         for rule in self._converters:
             first, matched = rule.rename_source_key(name)
             if matched is not None:
+                if [type(operation) for operation in rule.operations] == [Transpose]:
+                    self._turned.add(name)
+                    patterns = (first,)
+                    break
                 self._require_stack(name, rule.operations)
                 targets = rule.target_patterns
                 patterns = tuple(first.replace(targets[0], target) for target in targets)

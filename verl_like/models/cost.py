@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from verl_like.models.families import model_class, num_experts
+from verl_like.models.families import model_class, num_experts, parts_beside_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -103,8 +103,7 @@ def _body_weights(model: PreTrainedModel, head: nn.Module | None) -> float:
     """
     config = model.config.get_text_config()
     experts = num_experts(config)
-    tower: Any = getattr(model.base_model, "visual", None)
-    elsewhere = {head, *(() if tower is None else tower.modules())}
+    elsewhere = {head, *(module for part in parts_beside_text(model).values() for module in part.modules())}
     total = 0.0
     for module in model.modules():
         if isinstance(module, nn.Embedding) or module in elsewhere:

@@ -12,8 +12,9 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 if TYPE_CHECKING:
-    from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
 
 log = logging.getLogger(__name__)
@@ -133,6 +134,12 @@ VISION: dict[str, Family] = {
     "qwen3_vl": Family(kind="images, videos, text", tested=_IMAGES),
 }
 
+# Models that hold a text model beside others (images), of which the text model alone is trained
+NESTED: dict[str, Family] = dict.fromkeys(
+    ("qwen3_5", "qwen3_5_moe", "qwen3_vl_moe", "gemma3", "mistral3"),
+    Family(kind="text alone, of a model with images", tested=_PADDED),
+)
+
 _NO_ATTENTION = "it has no attention, and no rollout engine here keeps its state"
 
 REFUSED: dict[str, str] = {
@@ -161,10 +168,11 @@ def check(config: PretrainedConfig, *, packed: bool) -> None:
     Raises ValueError, naming the model type and the way out, where it cannot. Warns, once a process, about a type that
     is not in the table.
     """
-    name = config.model_type
+    name, text = config.model_type, config.get_text_config().model_type
     _refuse_nested(config)
-    if name in REFUSED:
-        raise ValueError(f"model type {name!r} is not available: {REFUSED[name]}")
+    for each in (name, text):
+        if each in REFUSED:
+            raise ValueError(f"model type {each!r} is not available: {REFUSED[each]}")
     _refuse_quantised(config)
     why = why_padded(config)
     if packed and why:
@@ -172,16 +180,44 @@ def check(config: PretrainedConfig, *, packed: bool) -> None:
             f"model type {name!r} cannot be run without padding: {why}. "
             "Set actor_rollout_ref.model.use_remove_padding=False (critic.model.* for the critic)"
         )
-    if name not in FAMILIES and not sees(config):
+    if name not in FAMILIES | NESTED and not sees(config):
         _warn_untested(name)
+    if reads_text_alone(config):
+        tell_text_alone(name, text)
 
 
 def frozen_tower(hf: PreTrainedModel, *, frozen: bool) -> nn.Module | None:
-    """Freeze the vision tower in place, and return it.
+    """Freeze all that stands beside the text model (vision tower, projector) in place, and return it as one module.
 
-    None where it is trained (actor.freeze_vision_tower), or there is none.
+    None where it is trained (actor.freeze_vision_tower=False of a model that sees), or there is none.
     """
-    return hf.base_model.get_submodule("visual").requires_grad_(False) if frozen and sees(hf.config) else None
+    parts = parts_beside_text(hf)
+    if not parts or (sees(hf.config) and not frozen):
+        return None
+    for parameter in hf.base_model.parameters(recurse=False):
+        parameter.requires_grad_(False)
+    return nn.ModuleList(parts.values()).requires_grad_(False)
+
+
+def parts_beside_text(hf: PreTrainedModel) -> dict[str, nn.Module]:
+    """Modules of the backbone that stand beside its text model, by name; none of a text model."""
+    if hf.config.get_text_config() is hf.config:
+        return {}
+    return {name: part for name, part in hf.base_model.named_children() if part is not hf.get_decoder()}
+
+
+def backbone(hf: PreTrainedModel) -> nn.Module:
+    """The part that makes hidden states of tokens: of a nested model that does not see its text model, else all."""
+    if not reads_text_alone(hf.config):
+        return hf.base_model
+    if hf.get_decoder() not in set(hf.base_model.children()):
+        raise ValueError(f"model type {hf.config.model_type!r}: its text model is not a part of its backbone")
+    return hf.get_decoder()
+
+
+def reads_text_alone(config: PretrainedConfig) -> bool:
+    """True for the config of a model that holds a text model beside others, of which the text model alone is used."""
+    return config.get_text_config() is not config and not sees(config)
 
 
 def sees(config: PretrainedConfig) -> bool:
@@ -199,19 +235,25 @@ def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     """transformers' Auto class of models with this config."""
     import transformers
 
-    found: Any = transformers.AutoModelForImageTextToText if sees(config) else transformers.AutoModelForCausalLM
+    nested = sees(config) or reads_text_alone(config)
+    found: Any = transformers.AutoModelForImageTextToText if nested else transformers.AutoModelForCausalLM
     return found
 
 
 def why_padded(config: PretrainedConfig) -> str:
     """Name what in a model forbids packing, as far as its type and its config tell; empty where nothing does."""
-    family = FAMILIES.get(config.model_type)
-    return _state_in(config) if family is None else family.why_padded
+    family = _family(config)
+    return _state_in(config.get_text_config()) if family is None else family.why_padded
+
+
+def _family(config: PretrainedConfig) -> Family | None:
+    """Row of a model, of a nested one that of its text model."""
+    return FAMILIES.get(config.model_type, FAMILIES.get(config.get_text_config().model_type))
 
 
 def state_of(config: PretrainedConfig) -> str:
     """Name the layers of a listed model that carry state from token to token; empty where none does."""
-    family = FAMILIES.get(config.get_text_config().model_type)
+    family = _family(config)
     return "" if family is None else family.state
 
 
@@ -234,7 +276,7 @@ def padded_attention(config: PretrainedConfig) -> str:
     """Choose transformers' attention for padded rows. Its SDPA leaves soft-capping out without a word."""
     text = config.get_text_config()
     capped = "attn_logit_softcapping" in text and text.attn_logit_softcapping is not None
-    family = FAMILIES.get(config.model_type)
+    family = _family(config)
     return "eager" if capped else "sdpa" if family is None else family.attention
 
 
@@ -254,14 +296,18 @@ def _state_in(config: PretrainedConfig) -> str:
 
 
 def _refuse_nested(config: PretrainedConfig) -> None:
-    text = config.get_text_config()
-    if text is config or sees(config):
+    if not reads_text_alone(config):
         return
-    also = " Audio is not available for any model." if hasattr(config, "audio_config") else ""
+    import transformers
+
+    text = config.get_text_config()
+    with_images = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if with_images and not hasattr(config, "audio_config") and not text.is_encoder_decoder:
+        return
     raise ValueError(
-        f"model type {config.model_type!r} holds its text model ({text.model_type!r}) beside others (images, audio): "
-        f"of such models {', '.join(sorted(VISION))} can be trained.{also} Save the text model alone (docs/models.md "
-        "shows how) and set model.path to it"
+        f"model type {config.model_type!r} holds its text model ({text.model_type!r}) beside others that are no "
+        "images (audio, an encoder), and such models are not available: save the text model alone, and set model.path "
+        "to it"
     )
 
 
@@ -276,6 +322,17 @@ def _refuse_quantised(config: PretrainedConfig) -> None:
 
 
 @functools.cache
+def tell_text_alone(name: str, text: str) -> None:
+    """Log, once a process, that a nested model's text model is all that is trained."""
+    log.info(
+        "model type %r: its text model (%r) alone is trained. What stands beside it (vision tower, projector) is never "
+        "run, stays frozen, and is sent and exported as it is",
+        name,
+        text,
+    )
+
+
+@functools.cache
 def _warn_untested(name: str) -> None:
     log.warning(
         "model type %r is not among those tested (docs/models.md): the check of packing at the start and the proof of "
@@ -287,7 +344,7 @@ def _warn_untested(name: str) -> None:
 def table() -> str:
     """Rows of docs/models.md, types of equal standing together."""
     rows: dict[tuple[str, str, str], list[str]] = {}
-    for name, family in (FAMILIES | VISION).items():
+    for name, family in (FAMILIES | VISION | NESTED).items():
         runs = "packed" if family.packed else f"padded ({family.why_padded})"
         rows.setdefault((family.kind, runs, ", ".join(sorted(family.tested))), []).append(name)
     lines = ["| `model_type` | kind | runs | tested with it |", "| --- | --- | --- | --- |"]

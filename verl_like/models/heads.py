@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from verl_like.models import vision
+from verl_like.models import families, vision
 from verl_like.models.fused_linear import Backend, Head, References, full_logits_reductions, fused_reductions
 from verl_like.models.fused_linear import top_log_probs as find_top_log_probs
 from verl_like.models.packing import ModelInput
@@ -44,7 +44,7 @@ class TokenModel(nn.Module):
         """Compute the final hidden states [N, H] of the wanted tokens; all other tokens are dropped here."""
         kwargs = inputs.model_kwargs() | {"use_cache": False}
         if inputs.images is None:
-            output = self.hf.base_model(input_ids=inputs.input_ids, **kwargs)
+            output = families.backbone(self.hf)(input_ids=inputs.input_ids, **kwargs)
         else:
             output = vision.run(self.hf, inputs.input_ids, images=inputs.images, **kwargs)
         return output.last_hidden_state.flatten(0, 1)[inputs.select_N]
@@ -132,7 +132,7 @@ def attach_value_head(hf: PreTrainedModel, weight_1H: Tensor | None) -> None:
     if weight_1H is not None:
         head.weight = nn.Parameter(weight_1H.to(hf.dtype))
     elif hf.device.type != "meta":
-        nn.init.normal_(head.weight, std=hf.config.initializer_range)
+        nn.init.normal_(head.weight, std=hf.config.get_text_config().initializer_range)
     for name, child in list(hf.named_children()):
         if child is hf.get_output_embeddings():
             delattr(hf, name)

@@ -225,7 +225,7 @@ def _implementations(model: ModelConfig, config: PretrainedConfig) -> dict[str, 
     chosen: dict[str, Any] = {"attn_implementation": attention.ATTENTION_NAME}
     if not uses_packing(model):
         chosen = {"attn_implementation": families.padded_attention(config)}
-    elif families.sees(config):  # a tower's attention is not causal, and goes image by image
+    elif config.get_text_config() is not config:  # a tower's attention is not causal, and goes image by image
         chosen = {"attn_implementation": {"text_config": attention.ATTENTION_NAME, "vision_config": "sdpa"}}
     if model.experts_implementation == "auto":
         return chosen

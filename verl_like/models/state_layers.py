@@ -47,7 +47,7 @@ def put_in(hf: PreTrainedModel) -> int:
     """
     mixers = [(parent, mixer) for parent in hf.modules() for mixer in parent.children() if _names_in(type(mixer))]
     for parent, mixer in mixers:
-        packed = _PackedFunctions()
+        packed = PackedFunctions()
         mixer.forward = MethodType(_bound(type(mixer), packed), mixer)
         parent.register_forward_pre_hook(
             packed.take_segments, with_kwargs=True
@@ -59,14 +59,14 @@ def _names_in(mixer: type[nn.Module]) -> list[str]:
     """Names of the functions below that the class's forward calls, out of its module's globals."""
     forward = inspect.unwrap(mixer.forward)
     known = isinstance(forward, FunctionType) and mixer.__module__.startswith("transformers.models.")
-    return [n for n in _FUNCTIONS if known and n in forward.__code__.co_names and n in forward.__globals__]
+    return [n for n in FUNCTIONS if known and n in forward.__code__.co_names and n in forward.__globals__]
 
 
-def _bound(mixer: type[nn.Module], packed: _PackedFunctions) -> FunctionType:
+def _bound(mixer: type[nn.Module], packed: PackedFunctions) -> FunctionType:
     """Copy the class's forward, with those names bound to the functions for packed rows."""
     own = inspect.unwrap(mixer.forward)
     assert isinstance(own, FunctionType)
-    ours = {name: _with_usual(getattr(packed, _FUNCTIONS[name]), own.__globals__[name]) for name in _names_in(mixer)}
+    ours = {name: _with_usual(getattr(packed, FUNCTIONS[name]), own.__globals__[name]) for name in _names_in(mixer)}
     forward = FunctionType(own.__code__, own.__globals__ | ours, own.__name__, own.__defaults__, own.__closure__)
     forward.__kwdefaults__ = own.__kwdefaults__
     return forward
@@ -80,7 +80,7 @@ def _with_usual(ours: Callable[..., Any], usual: Callable[..., Any]) -> Callable
     return function
 
 
-class _PackedFunctions:
+class PackedFunctions:
     """Functions of one mixer, as its forward calls them; the first argument is transformers' own function."""
 
     def __init__(self) -> None:
@@ -149,7 +149,7 @@ class _PackedFunctions:
         return usual(*args, **kwargs) if self.segments is None else None
 
 
-_FUNCTIONS = {
+FUNCTIONS = {
     "causal_conv1d_fn": "convolution",
     "torch_chunk_gated_delta_rule": "delta_rule",
     "mamba2_chunk_scan": "mamba2",
@@ -199,7 +199,7 @@ def _rows(segments: Segments) -> Iterator[tuple[int, int, int]]:
 
 
 def _kept(segments: Segments, key: tuple[Any, ...], build: Callable[..., Any], device: torch.device) -> Any:
-    """Outcome of `build(segments, device, *key[1:])`, computed once and kept with the segments for the next layer."""
+    """Call `build(segments, device, *key[1:])`, once: its result is kept with the segments for the next layer."""
     if key not in segments.kept:
         segments.kept[key] = build(segments, device, *key[1:])
     return segments.kept[key]
@@ -280,7 +280,7 @@ class _Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Plan:
+class ScanPlan:
     """Calls of a scan, those that give states first.
 
     layout: slots of all calls, one after the other; None where these are the packed tokens.
@@ -314,7 +314,7 @@ class _Plan:
         return iter(begins.split([call.num_states for call in self.calls if call.goes_on]))
 
 
-def _plan(segments: Segments, device: torch.device, chunk: int, branches: bool, flat: bool) -> _Plan:
+def _plan(segments: Segments, device: torch.device, chunk: int, branches: bool, flat: bool) -> ScanPlan:
     """Plan the calls of a scan.
 
     chunk: the scan rounds rows up to whole ones of so many tokens.
@@ -344,7 +344,7 @@ def _plan(segments: Segments, device: torch.device, chunk: int, branches: bool, 
     begins = [given.index(p) for members in groups for i in members if (p := pieces[i].parent) is not None]
     number_G = torch.arange(len(given))
     states = _layout(torch.cat([number_G, torch.tensor(begins)]), number_G).to(device) if begins else None
-    return _Plan(calls=calls, layout=None if layout is None else layout.to(device), states=states)
+    return ScanPlan(calls=calls, layout=None if layout is None else layout.to(device), states=states)
 
 
 def _whole_rows(segments: Segments) -> list[Piece]:

@@ -18,7 +18,8 @@ from verl_like.models import families
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.rollout.rollout_engine import Completion
 
-FAMILIES = [name for name, family in families.FAMILIES.items() if families.RANKS in family.tested]
+TYPES = families.FAMILIES | families.NESTED
+FAMILIES = [name for name, family in TYPES.items() if families.RANKS in family.tested]
 OFTEN = ["qwen2", "qwen3_moe", "mixtral"]  # the others in `make test-all`
 
 
@@ -31,10 +32,10 @@ def only_gradients(process: ProcessInfo, paths: dict[str, str]) -> dict[str, Any
     """{model type: gradients, and those of Ulysses on several ranks}; padded rows where a type needs them."""
     batch, found = experience(9), {}
     for name, path in paths.items():
-        model = {"use_remove_padding": families.FAMILIES[name].packed}
+        model = {"use_remove_padding": TYPES[name].packed}
         engine = build_engine(process, path, model=model)
         found[name] = {"gradients": _gradients(engine, my_rows(process, batch, "even"), batch)}
-        if process.world_size > 1 and families.ULYSSES in families.FAMILIES[name].tested:
+        if process.world_size > 1 and families.ULYSSES in TYPES[name].tested:
             engine = build_engine(process, path, model=model, ulysses=2)
             found[name]["ulysses"] = _gradients(engine, batch, batch)
     return found

@@ -24,6 +24,7 @@ from verl_like.rollout.rollout_engine import GenerationRequest, SamplingParams
 
 WIDE = moe_scenarios.OFTEN
 REST = [name for name in moe_scenarios.FAMILIES if name not in WIDE]
+TYPES = moe_scenarios.TYPES
 LOAD = {"moe_max_load", "moe_load_entropy", "moe_idle_experts"}
 MIXTURES = [name for name in WIDE if "experts" in families.FAMILIES[name].kind]
 
@@ -116,7 +117,7 @@ def test_two_ranks_give_the_gradients_of_one_for_all_types(process: ProcessInfo,
     two = tiny.spawn_ranks(2, moe_scenarios.only_gradients, tmp_path / "ranks", paths)
     one = moe_scenarios.only_gradients(process, paths)
     for name in REST:
-        ways = {"gradients", "ulysses"} if families.ULYSSES in families.FAMILIES[name].tested else {"gradients"}
+        ways = {"gradients", "ulysses"} if families.ULYSSES in TYPES[name].tested else {"gradients"}
         for result in two:
             assert set(result[name]) == ways
             for way in ways:

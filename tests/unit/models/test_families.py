@@ -10,10 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from transformers import (
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -151,31 +148,6 @@ def test_unknown_types_with_other_layers_than_attention_need_padding(key: str) -
     with pytest.raises(ValueError, match="'never_seen_stateful' cannot be run without padding: its mamba2 layers"):
         families.check(config, packed=True)
     families.check(config, packed=False)
-
-
-def test_text_models_inside_others_are_refused_with_the_way_out() -> None:
-    with pytest.raises(ValueError, match=r"'gemma3' holds its text model \('gemma3_text'\).*docs/models.md"):
-        families.check(Gemma3Config(), packed=True)
-
-
-def test_the_way_out_of_a_nested_model_works(tmp_path: Path) -> None:
-    """The lines of docs/models.md, word for word."""
-    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
-    vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    text_config = zoo.config("gemma3_text", tie_word_embeddings=True).to_dict()
-    torch.manual_seed(0)
-    original = Gemma3ForConditionalGeneration(Gemma3Config(text_config=text_config, vision_config=vision))
-    original.save_pretrained(tmp_path / "whole")
-    with pytest.raises(ValueError, match="Save the text model alone"):
-        load_hf_config(ModelConfig(path=str(tmp_path / "whole")))
-    recipe = "\n".join(line.strip() for line in page.splitlines() if line.startswith(("    whole", "    text")))
-    assert recipe.count("\n") == 4
-    names = {name: getattr(transformers, name) for name in ("AutoModelForCausalLM", "AutoModelForImageTextToText")}
-    exec(recipe, {**names, "path": tmp_path / "whole", "folder": tmp_path / "text"})
-    model = build(str(tmp_path / "text"), packed=True)
-    theirs = dict(original.model.language_model.named_parameters())
-    ours = {name.removeprefix("hf.model."): p for name, p in model.named_parameters()}
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 @pytest.mark.parametrize("settings", [{"quant_method": "mxfp4"}, {"quant_method": "fp8"}])

@@ -47,7 +47,7 @@ def in_float64() -> Iterator[None]:
 
 def double(path: str) -> TokenModel:
     model = build(path, packed=True).double().train()
-    model.hf.config._experts_implementation = "eager"  # the others know no float64
+    model.hf.set_experts_implementation("eager")  # the others know no float64
     return model
 
 
@@ -107,13 +107,13 @@ def test_a_shared_prompt_is_scanned_once_where_a_scan_can_go_on(
 ) -> None:
     """Mamba 1 cannot, as docs/models.md says. Slots are counted, of rows of one length: no padding."""
     slots: list[int] = []
-    run = state_layers._Plan.run
+    run = state_layers.ScanPlan.run
 
     def counted(plan: Any, scan: Any, *packed: Tensor) -> Tensor:
         slots.append(sum(call.count * call.width for call in plan.calls))
         return run(plan, scan, *packed)
 
-    monkeypatch.setattr(state_layers._Plan, "run", counted)
+    monkeypatch.setattr(state_layers.ScanPlan, "run", counted)
     one = GROUPS.select([0])
     packed_log_probs(double(zoo.folder(tmp_path, name)), Experience.concat([one, one, one]), share=True)
     assert slots == [scans * int(one.prompt_length_B[0]) + 3 * (int(one.response_length_B[0]) - 1)]
@@ -210,7 +210,7 @@ def test_bounds_that_do_not_reach_one_layer_are_caught_at_the_start(
     process: ProcessInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = zoo.folder(tmp_path, "bamba")
-    monkeypatch.setattr(state_layers._PackedFunctions, "take_segments", lambda *_: None)
+    monkeypatch.setattr(state_layers.PackedFunctions, "take_segments", lambda *_: None)
     with pytest.raises(ValueError, match="'bamba' cannot be run without padding"):
         build_engine(process, path)
 
@@ -225,6 +225,6 @@ def test_slices_of_rows_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_layers_of_another_transformers_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_layers, "_FUNCTIONS", {})
+    monkeypatch.setattr(state_layers, "FUNCTIONS", {})
     with pytest.raises(ValueError, match="its conv layers by functions that are not known here"):
         build(zoo.folder(tmp_path, "lfm2"), packed=True)

@@ -116,7 +116,38 @@ def config(model_type: str, **changes: Any) -> PretrainedConfig:
 
 def folder(path: Path, model_type: str, **changes: Any) -> str:
     """A folder with the config alone. vLLM wants to know the class."""
+    if model_type in _TOWERS:
+        return _nested_folder(path, model_type)
     target, chosen = path / model_type, config(model_type, **changes)
     chosen.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(chosen)].__name__]
     chosen.save_pretrained(target)
     return str(target)
+
+
+_QWEN_TOWER = {"depth": 1, "num_heads": 2, "out_hidden_size": 64, "num_position_embeddings": 16}
+_TOWER = {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+_TOWERS: dict[str, dict[str, Any]] = {
+    "qwen3_5": _QWEN_TOWER,
+    "qwen3_5_moe": _QWEN_TOWER,
+    "qwen3_vl_moe": _QWEN_TOWER | {"deepstack_visual_indexes": [0]},
+    "gemma3": _TOWER,
+    "mistral3": _TOWER | {"head_dim": 16},
+}
+
+
+def _nested_folder(path: Path, model_type: str) -> str:
+    """A folder with the config of a text model beside a tower of images."""
+    default = AutoConfig.for_model(model_type)
+    text: PretrainedConfig = default.get_text_config()
+    known = set(text.to_dict()) | set(text.attribute_map)
+    shape = {name: value for name, value in _SHAPE.items() if name in known}
+    narrow = {"moe_intermediate_size": 24} if "moe_intermediate_size" in known else {}  # no square stack of experts
+    tower = {"model_type": default.vision_config.model_type, "hidden_size": 32, "intermediate_size": 48}
+    chosen = AutoConfig.for_model(
+        model_type,
+        text_config=shape | narrow | _OWN.get(text.model_type, {}) | {"model_type": text.model_type},
+        vision_config=tower | _TOWERS[model_type],
+        tie_word_embeddings=False,
+    )
+    chosen.save_pretrained(path / model_type)
+    return str(path / model_type)
