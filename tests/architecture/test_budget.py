@@ -14,7 +14,7 @@ import pytest
 
 from tests.architecture.source import Source, package_sources, parse
 
-MOST_LINES = {"core": 32_424, "plugins": 12_095, "kit": 10_958}  # of code, by ring
+MOST_LINES = {"core": 32_625, "plugins": 12_096, "kit": 10_967}  # of code, by ring
 MOST_SMALL_FILES = {
     "core": 33,
     "plugins": 35,
