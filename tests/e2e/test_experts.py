@@ -20,7 +20,7 @@ from verl_like.trainer.run import run as train
     ("name", "router"),
     [
         ("qwen3_moe", {}),
-        ("deepseek_v3", {"bias_update_rate": 0.01, "balance_loss_coef": 0.01}),
+        pytest.param("deepseek_v3", {"bias_update_rate": 0.01, "balance_loss_coef": 0.01}, marks=pytest.mark.slow),
         pytest.param("glm4_moe", {"bias_update_rate": 0.01}, marks=pytest.mark.slow),
         pytest.param("gpt_oss", {"z_loss_coef": 0.001}, marks=pytest.mark.slow),
     ],

@@ -446,7 +446,7 @@ def _keep_biases_exact(config: PretrainedConfig) -> None:
     """Have transformers load routers' biases in float32 for all types, as it does for most that have one."""
     found = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if found is not None and families.num_experts(config):
-        found._keep_in_fp32_modules_strict = [*(found._keep_in_fp32_modules_strict or ()), *ROUTER_BIASES]
+        found._keep_in_fp32_modules_strict = {*(found._keep_in_fp32_modules_strict or ()), *ROUTER_BIASES}
 
 
 def _stored_tensor(folder: Path, name: str) -> Tensor | None:
