@@ -112,6 +112,11 @@ class ShardedModel:
             tensor=tensor_plan.tensor_plan(self.model, self.hf_config, self.role.tensor),
         )
 
+    @property
+    def adapters(self) -> lora.Adapters | None:
+        """Adapters of LoRA; None where all weights are trained."""
+        return self._adapters
+
     @contextmanager
     def base_model(self) -> Iterator[None]:
         """Switch the adapters of LoRA off for the forward passes inside. Raises ValueError without LoRA."""

@@ -113,7 +113,7 @@ FAMILIES: dict[str, Family] = {
     "flex_olmo": _experts(),
     "hunyuan_v1_moe": _experts(),
     "deepseek_v3": _experts(),
-    "glm4_moe": _experts(),
+    "glm4_moe": _experts(_EVERYTHING),
     "dots1": _experts(),
     "minimax_m2": _experts(),
     "lfm2_moe": _recurrent("conv", "mixture of experts, hybrid"),
@@ -156,6 +156,8 @@ REFUSED: dict[str, str] = {
     "rwkv": _NO_ATTENTION,
     "xlstm": _NO_ATTENTION,
 }
+
+DEQUANTISED = ("mxfp4", "fp8")  # weights in these come in bfloat16 when they are loaded (transformers' own rules)
 
 _LAYER_KINDS = ("layer_types", "layers_block_type", "block_types")
 _SOFTMAX = frozenset({"attention", "full_attention", "sliding_attention", "chunked_attention"})
@@ -315,10 +317,12 @@ def _refuse_quantised(config: PretrainedConfig) -> None:
     settings = getattr(config, "quantization_config", None)
     if settings:
         method = settings.get("quant_method") if isinstance(settings, dict) else type(settings).__name__
-        raise ValueError(
-            f"the weights of this {config.model_type!r} model are quantised (quantization_config: {method}), and such "
-            "weights cannot be trained: use the bfloat16 version of the model"
-        )
+        if method not in DEQUANTISED:
+            raise ValueError(
+                f"the weights of this {config.model_type!r} model are quantised (quantization_config: {method}), and "
+                f"such weights cannot be trained: use the bfloat16 version of the model, or one in "
+                f"{' or '.join(DEQUANTISED)}"
+            )
 
 
 @functools.cache

@@ -6,7 +6,9 @@ given, with a warning. That is how small test models and from-scratch experiment
 
 from __future__ import annotations
 
+import copy
 import difflib
+import importlib.util
 import json
 import logging
 from collections.abc import Iterator, Sequence
@@ -92,7 +94,24 @@ def load_hf_config(model: ModelConfig, key: str = "model.path") -> PretrainedCon
     except ValueError as error:
         raise ValueError(f"{key}={model.path}: {error}") from error
     _check_router_loss(model, config)
+    if getattr(config, "quantization_config", None):
+        method = published_quantisation(model)["quant_method"]
+        if method == "fp8" and importlib.util.find_spec("accelerate") is None:
+            raise ValueError(f"{key}={model.path}: to load weights in fp8 transformers wants accelerate: install it")
+        log.info("%s=%s: its %s weights are dequantised as they are loaded", key, model.path, method)
+        del config.quantization_config  # of what is trained, sent and written nothing is quantised
     return config
+
+
+def published_quantisation(model: ModelConfig) -> dict[str, Any]:
+    """Read how the weights in a model's folder are quantised: quantization_config of config.json; empty where not."""
+    stored, _ = PretrainedConfig.get_config_dict(local_folder(model.path))
+    return stored.get("quantization_config") or {}
+
+
+def as_sent(model: ModelConfig) -> dict[str, Any]:
+    """Choose what an engine must read otherwise than in config.json: overrides, and that its weights are plain."""
+    return dict(model.override_config) | ({"quantization_config": None} if published_quantisation(model) else {})
 
 
 @contextmanager
@@ -398,13 +417,18 @@ def _load_weights(
         torch.manual_seed(seed)
         if has_weights(path):
             _keep_biases_exact(hf_config)
+            config = copy.deepcopy(hf_config)
+            if published := published_quantisation(model):
+                config.quantization_config = published | {"dequantize": True}
             hf = families.model_class(hf_config).from_pretrained(
                 path,
-                config=hf_config,
+                config=config,
                 dtype=dtype,
                 **implementations,
                 trust_remote_code=model.trust_remote_code,
             )
+            for weight in hf.parameters() if published else ():  # some of its rules end in bfloat16, whatever is asked
+                weight.data = weight.to(dtype) if weight.dtype == torch.bfloat16 else weight
         else:
             log.warning("%s holds no weights: the model starts from random weights (seed %d)", path, seed)
             hf = families.model_class(hf_config).from_config(
@@ -429,7 +453,7 @@ def _keep_biases_exact(config: PretrainedConfig) -> None:
     """Have transformers load routers' biases in float32 for all types, as it does for most that have one."""
     found = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if found is not None and families.num_experts(config):
-        found._keep_in_fp32_modules_strict = [*(found._keep_in_fp32_modules_strict or ()), *ROUTER_BIASES]
+        found._keep_in_fp32_modules_strict = {*(found._keep_in_fp32_modules_strict or ()), *ROUTER_BIASES}
 
 
 def _stored_tensor(folder: Path, name: str) -> Tensor | None:

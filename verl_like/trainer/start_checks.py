@@ -21,10 +21,10 @@ from transformers import PretrainedConfig
 
 from verl_like.config import DataConfig, ModelConfig, PPOConfig, RolloutConfig
 from verl_like.config.distillation import Teacher
-from verl_like.config.engines import ENGINES
+from verl_like.config.engines import ENGINES, EngineKind
 from verl_like.config.errors import ConfigError, problems_of
 from verl_like.config.reward_rollout import RewardRolloutConfig
-from verl_like.config.roles import REWARD, RoleConfig, generates, needs_critic, roles_of
+from verl_like.config.roles import ACTOR, REWARD, RoleConfig, generates, needs_critic, roles_of
 from verl_like.config.rollout import runs_agent_loops, runs_programs
 from verl_like.data.dataset import Dataset, make_encoder
 from verl_like.data.foreign import ForeignDataset
@@ -221,7 +221,8 @@ def _check_role(role: RoleConfig, facts: Facts) -> Iterator[str]:
             return  # it may load what it likes
         loading.check_score_head(model, hf_config, role.path_key)
     section = role.model_section.removesuffix("model")
-    for text in problems_of(lambda: _check_modules(role, hf_config, facts.trains), prefix=section):
+    samples = facts.config.actor_rollout_ref.rollout.engine if role.name == ACTOR else None  # it is sent the actor's
+    for text in problems_of(lambda: _check_modules(role, hf_config, facts.trains, samples), prefix=section):
         yield text.replace(f"{section}model.path", role.path_key)
     if facts.trains and device is not None:
         yield from problems_of(
@@ -231,7 +232,9 @@ def _check_role(role: RoleConfig, facts: Facts) -> Iterator[str]:
         )
 
 
-def _check_modules(role: RoleConfig, hf_config: PretrainedConfig, trains: bool) -> Iterator[str]:
+def _check_modules(
+    role: RoleConfig, hf_config: PretrainedConfig, trains: bool, engine: EngineKind | None
+) -> Iterator[str]:
     """Check a role's weights and adapters, and the modules that its keys name; keys begin with the role's section."""
     model, whole = role.model, loading.build_meta_model(role.model, hf_config, kind=role.kind)
     if trains:
@@ -241,7 +244,13 @@ def _check_modules(role: RoleConfig, hf_config: PretrainedConfig, trains: bool) 
     yield from problems_of(lambda: check_router(whole.hf, role.router))
     if role.optim is not None and model.lora_rank > 0:
         tower = families.frozen_tower(whole.hf, frozen=role.freeze_vision_tower)
-        lora.attach(whole.hf, model, dtype=torch.float32, seed=0, left_out=tower)
+        adapters = lora.attach(whole.hf, model, dtype=torch.float32, seed=0, left_out=tower)
+        if adapters.parameters and lora.adapters_apart(model) and engine is not None and not engine.adapts_experts:
+            yield (
+                f"model.lora.merge=False: the rollout engine keeps no adapters of experts and routers ("
+                f"{', '.join(adapters.parameters)}) apart; set it to True, or leave them out by model.exclude_modules="
+                "['experts','gate'] (names of this model's)"
+            )
         if model.lora_adapter_path is not None:
             lora.load_adapter(whole.hf, model)
 

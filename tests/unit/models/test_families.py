@@ -150,7 +150,7 @@ def test_unknown_types_with_other_layers_than_attention_need_padding(key: str) -
     families.check(config, packed=False)
 
 
-@pytest.mark.parametrize("settings", [{"quant_method": "mxfp4"}, {"quant_method": "fp8"}])
+@pytest.mark.parametrize("settings", [{"quant_method": "gptq"}, {"quant_method": "bitsandbytes"}])
 def test_quantised_weights_are_refused(settings: dict[str, str]) -> None:
     config: PretrainedConfig = zoo.config("qwen3")
     config.quantization_config = settings

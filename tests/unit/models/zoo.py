@@ -77,6 +77,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "granitemoehybrid": _MAMBA | {"layer_types": ["mamba", "attention"], "shared_intermediate_size": 32},
     "deepseek_v3": {
         "n_routed_experts": 8,
+        "topk_method": "noaux_tc",  # this and the next as the files of DeepSeek-V3 say, and vLLM reads
+        "scoring_func": "sigmoid",
         "n_group": 2,
         "topk_group": 1,
         "q_lora_rank": 24,
@@ -87,7 +89,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "v_head_dim": 16,
         "num_key_value_heads": 4,
     },
-    "glm4_moe": {"n_routed_experts": 8, "n_shared_experts": 1},
+    "glm4_moe": {"n_routed_experts": 8, "n_shared_experts": 1, "head_dim": 32},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "lfm2": {"layer_types": ["conv", "full_attention"]},

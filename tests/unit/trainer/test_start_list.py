@@ -11,8 +11,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from tests.e2e.support import main_ppo
+from tests.unit.models import zoo
 from tests.unit.trainer import bad_configurations as bad
 from tests.unit.trainer.test_bad_configurations import refusal
 from tests.worlds.processes import run_module
@@ -71,6 +73,19 @@ def test_five_mistakes_in_five_parts_are_one_list(tmp_path: Path, tiny_model: Pa
         (found,) = [problem for problem in lists[0] if words.format(folder=tmp_path) in problem]
         assert told(tmp_path, tiny_model, settings) == [found]
     assert not (tmp_path / "out").exists()
+
+
+def test_adapters_of_experts_that_the_engine_does_not_keep_are_told(tmp_path: Path, tiny_model: Path) -> None:
+    """Left out, or merged, nothing is told of them."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    model = Path(zoo.folder(tmp_path, "qwen3_moe", vocab_size=len(tokenizer)))
+    tokenizer.save_pretrained(model)
+    lora = {f"{bad.MODEL}.lora_rank": "2", f"{bad.MODEL}.lora.merge": "false"}
+    lora |= {"actor_rollout_ref.rollout.name": "vllm", **NO_TRAIN}
+    for more, is_told in (({}, True), ({f"{bad.MODEL}.exclude_modules": "[experts,gate]"}, False)):
+        found = [line for line in told(tmp_path, model, lora | more) if "keeps no adapters of experts" in line]
+        assert len(found) == is_told
+        assert all("model.lora.merge=False" in line and "mlp.experts.down_proj" in line for line in found)
 
 
 @pytest.mark.parametrize(
