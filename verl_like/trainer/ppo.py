@@ -26,10 +26,9 @@ from verl_like.rewards.manager import RewardManager
 from verl_like.trainer.checkpoints import Checkpoints, Unhealthy
 from verl_like.trainer.recording import Recorder
 from verl_like.trainer.reporting import Reporter
-from verl_like.trainer.roles import ActorHandle, CriticHandle, ReferenceHandle, UpdateRules
+from verl_like.trainer.roles import ActorHandle, CriticHandle, ReferenceHandle, Teachers, UpdateRules
 from verl_like.trainer.start_messages import start_phase
 from verl_like.trainer.state import TrainState
-from verl_like.trainer.teachers import Teachers
 from verl_like.trainer.validation import Validator
 from verl_like.trainer.weights import Weights
 from verl_like.trainer.workers import Pools
