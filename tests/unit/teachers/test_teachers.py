@@ -22,7 +22,7 @@ from verl_like.data.chat import PromptEncoder
 from verl_like.models.loading import load_tokenizer
 from verl_like.plugins.teachers.choice import with_hints
 from verl_like.plugins.teachers.file import FileTeacher
-from verl_like.plugins.teachers.server import ServerTeacher
+from verl_like.plugins.teachers.server import ServerTeacher, likeliest
 
 K = 3
 PROMPTS, RESPONSES, TOKENS = [[5, 6], [7, 8, 9]], [[4, 3, 2], [10]], [4, 3, 2, 10]
@@ -119,8 +119,7 @@ def test_a_server_tells_what_the_model_says(
 
 
 def test_ids_that_the_policy_lacks_and_servers_that_are_none_are_seen(address: str) -> None:
-    server = teacher(address, "vllm", K)
-    assert server._top([(-1.0, 30), (-2.0, 4), (-0.5, 17)]) == ([-0.5, -2.0, -1e4], [17, 4, 0])
+    assert likeliest([(-1.0, 30), (-2.0, 4), (-0.5, 17)], K, 18) == ([-0.5, -2.0, -1e4], [17, 4, 0])
     with pytest.raises(ValueError, match=r"distillation.teacher_model.inference.url: .*failed"):
         teacher(address.replace(":", ":1", 2).replace("http:1", "http:"), "vllm", K).check()
 

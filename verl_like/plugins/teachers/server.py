@@ -8,7 +8,7 @@ ones alone.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -78,20 +78,26 @@ class ServerTeacher:
             if self._kind == "sglang":
                 told = reply["meta_info"]
                 if self._k:
-                    return [self._top([(pair[0], pair[1]) for pair in told["input_top_logprobs"][i]]) for i in wanted]
+                    return [
+                        self._likeliest((pair[0], pair[1]) for pair in told["input_top_logprobs"][i]) for i in wanted
+                    ]
                 return [([float(told["input_token_logprobs"][i][0])], [ids[i]]) for i in wanted]
             choice = reply["choices"][0]
             if self._kind == "openai":
                 return [([float(choice["logprobs"]["token_logprobs"][i])], [ids[i]]) for i in wanted]
             told = [choice["prompt_logprobs"][i] for i in wanted]
             if self._k:
-                return [self._top([(each["logprob"], int(token)) for token, each in row.items()]) for row in told]
+                return [self._likeliest((each["logprob"], int(token)) for token, each in row.items()) for row in told]
             return [([float(row[str(ids[i])]["logprob"])], [ids[i]]) for i, row in zip(wanted, told, strict=True)]
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise TransientError(f"the reply has no log-probs of the prompt: {str(reply)[:300]}") from error
 
-    def _top(self, pairs: Sequence[tuple[float, int]]) -> tuple[list[float], list[int]]:
-        """Take the k likeliest ids of the policy's vocabulary, filled up where there are fewer."""
-        known = sorted(((value, token) for value, token in pairs if token < self._vocabulary), reverse=True)[: self._k]
-        known += [(_NOTHING, 0)] * (self._k - len(known))
-        return [max(float(value), _NOTHING) for value, _ in known], [token for _, token in known]
+    def _likeliest(self, pairs: Iterable[tuple[float, int]]) -> tuple[list[float], list[int]]:
+        return likeliest(pairs, self._k, self._vocabulary)
+
+
+def likeliest(pairs: Iterable[tuple[float, int]], k: int, vocabulary: int) -> tuple[list[float], list[int]]:
+    """Take the k likeliest ids of the policy's vocabulary, filled up where there are fewer."""
+    known = sorted(((value, token) for value, token in pairs if token < vocabulary), reverse=True)[:k]
+    known += [(_NOTHING, 0)] * (k - len(known))
+    return [max(float(value), _NOTHING) for value, _ in known], [token for _, token in known]
