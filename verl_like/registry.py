@@ -48,6 +48,12 @@ PARTS: dict[str, dict[str, str]] = {
         "score": f"{_PLUGINS}.reward_models.model_score:ModelScore",
         "server": f"{_PLUGINS}.reward_models.server:RewardServer",
     },
+    # teachers of distillation: which has a row, and those that are no models of the run
+    "teachers": {
+        "open": f"{_PLUGINS}.teachers.choice:open_teachers",
+        "check": f"{_PLUGINS}.teachers.choice:check_teachers",
+        "rows": f"{_PLUGINS}.teachers.choice:check_rows",
+    },
     # where metrics go, by trainer.logger; and for whoever asks
     "tracker": {
         name: f"{_PLUGINS}.trackers.services:{name.capitalize()}Tracker"

@@ -15,6 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.e2e.support import metrics_of, overrides, write_task
 from verl_like.batch import Evaluated, Rollouts
+from verl_like.cluster.environment import free_port
+from verl_like.config.reward_rollout import RewardRolloutConfig
+from verl_like.plugins.reward_models.server import server_command, server_environment
+from verl_like.services.server import Server
 from verl_like.trainer.compose import compose
 from verl_like.trainer.main_ppo import train
 from verl_like.trainer.recording import read_step, step_file
@@ -96,6 +100,70 @@ def test_each_row_has_its_own_teacher_and_a_resume_changes_nothing(
     again = run(tmp_path / "parts", tiny_model, task=task, **settings, **{"trainer.total_training_steps": 4})
     names = [name for name in whole[-1] if name.startswith(("distillation/", "actor/"))]
     assert len(again) == 4 and {n: whole[-1][n] for n in names} == {n: again[-1][n] for n in names}
+    from_file = {
+        **settings,
+        "distillation.teacher_models": "{}",
+        "distillation.teacher_model.log_probs_file": as_file(tmp_path / "whole" / "out" / "recorded", 4),
+        "actor_rollout_ref.rollout.name": "recorded",
+        "actor_rollout_ref.rollout.skip_dump_dir": str(tmp_path / "whole" / "out" / "recorded"),
+        "trainer.record_freq": -1,
+        "trainer.total_training_steps": 4,
+    }
+    known = run(tmp_path / "file", tiny_model, task=task, **from_file)
+    assert [r["distillation/loss"] for r in known] == [r["distillation/loss"] for r in whole]
+
+
+def as_file(recorded: Path, steps: int) -> str:
+    """The log-probs of a recorded run's teachers, as a file."""
+    rows = []
+    for number in range(1, steps + 1):
+        step = read_step(step_file(recorded, number))
+        rollouts, known = step.stage("rollouts", Rollouts), step.stage("evaluated", Evaluated)
+        lengths = rollouts.response_length_B.tolist()
+        columns = (rollouts.response_ids_T, known.teacher_log_probs_T, known.teacher_ids_T)
+        cut = zip(rollouts.prompt_lists(), *(column.split(lengths) for column in columns), strict=True)
+        names = ("prompt_ids", "response_ids", "log_probs", "ids")
+        rows += [dict(zip(names, (p, *(each.tolist() for each in rest)), strict=True)) for p, *rest in cut]
+    pq.write_table(pa.Table.from_pylist(rows), recorded / "teacher.parquet")
+    return str(recorded / "teacher.parquet")
+
+
+def test_a_hint_makes_a_teacher_of_the_policy_itself(tmp_path: Path, tiny_model: Path) -> None:
+    task = write_task(tmp_path)
+    rows = pq.read_table(task["data.train_files"]).to_pylist()
+    pq.write_table(
+        pa.Table.from_pylist([r | {"extra_info": r["extra_info"] | {"hint": "777"}} for r in rows]),
+        task["data.train_files"],
+    )
+    settings = {"distillation.teacher_model.model_path": str(tiny_model), "trainer.total_training_steps": 1}
+    for hint, differs in ((None, False), ("hint", True)):
+        (record,) = run(tmp_path / str(hint), tiny_model, task=task, **settings, **{"distillation.hint_key": hint})
+        assert (record["distillation/loss"] > 1e-3) is differs
+
+
+@pytest.mark.engines
+def test_a_teacher_on_vllms_own_server_is_the_frozen_one(tmp_path: Path, tiny_model: Path, teacher: Path) -> None:
+    """The first step's loss is that of the same model in the trainer, to the digits on which two engines agree."""
+    pytest.importorskip("vllm")
+    port, rollout = free_port("127.0.0.1"), RewardRolloutConfig(name="vllm", max_model_len=64, max_num_seqs=16)
+    where: dict[str, Any] = {"host": "127.0.0.1", "port": port, "device": "cpu", "trust_remote_code": False}
+    command = server_command(rollout, str(teacher), **where)
+    health, environment = f"http://127.0.0.1:{port}/health", server_environment("cpu", None)
+    server = Server(command, health=health, log=tmp_path / "server.log", environment=environment)
+    settings = {
+        f"{LOSS}.loss_mode": "forward_kl_topk",
+        "distillation.teacher_model.model_path": str(teacher),
+        "trainer.total_training_steps": 1,
+    }
+    server.start()
+    try:
+        server.wait_ready(400)
+        url = {"distillation.teacher_model.inference.url": f"http://127.0.0.1:{port}/v1"}
+        (served,) = run(tmp_path / "served", tiny_model, **settings, **url, **{f"{LOSS}.topk": 4})
+    finally:
+        server.end()
+    (frozen,) = run(tmp_path / "frozen", tiny_model, **settings, **{f"{LOSS}.topk": 4})
+    assert served["distillation/loss"] == pytest.approx(frozen["distillation/loss"], rel=1e-3)
 
 
 def test_a_teacher_with_other_tokens_and_rows_without_one_are_refused(

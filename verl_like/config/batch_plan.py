@@ -100,8 +100,8 @@ class BatchPlan:
         roles = {role.name: _role_plan(problems, config, role, pools) for role in configs.values()}
         if REF in roles and compares_policies(config):
             problems += _unequal_groups(configs[ACTOR], configs[REF], in_driver=compares_in_driver(config))
-        for teacher in (configs[name] for name in config.distillation.teachers() if config.distillation.compares):
-            if teacher.tensor != configs[ACTOR].tensor:
+        for teacher in configs.values() if config.distillation.compares else ():
+            if teacher.name.startswith("teacher") and teacher.tensor != configs[ACTOR].tensor:
                 mode, own = config.distillation.distillation_loss.loss_mode, configs[ACTOR]
                 why = f"with loss_mode={mode} it must be {own.tensor_key}={own.tensor}: both read the same rows"
                 problems.append(f"{teacher.tensor_key}={teacher.tensor}: {why}")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from verl_like.config.base import ConfigNode, above, at_least, key, on_menu, one_of, require, section
+from verl_like.config.endpoint import WEB_ADDRESS, EndpointConfig
 from verl_like.config.fsdp import DTYPES
 from verl_like.config.menus import KL_KINDS, LOSSES
 
@@ -57,9 +58,14 @@ class DistillationLossConfig(ConfigNode):
 
 
 @dataclass(kw_only=True, slots=True)
-class TeacherInferenceConfig(ConfigNode):
-    """`distillation.teacher_model.inference.*`: how a teacher is computed."""
+class TeacherInferenceConfig(EndpointConfig):
+    """`distillation.teacher_model.inference.*`: how a teacher is computed, here or by a server."""
 
+    url: str | None = key(None, WEB_ADDRESS)
+    """Server that tells the teacher's log-probs, as in http://host:8000/v1; model_path then names its tokenizer. Null:
+    the teacher is a frozen model of the run."""
+    name: str = key("vllm", one_of("vllm", "sglang", "openai"))
+    """Server at url: vLLM's, SGLang's, or another one whose completions echo a prompt with its log-probs."""
     dtype: str = key("auto", one_of(*DTYPES))
     """Precision of the teacher; auto: bfloat16 on CUDA, float32 on CPU."""
     tensor_model_parallel_size: int = key(1, at_least(1), unit="processes")
@@ -82,6 +88,8 @@ class TeacherModelConfig(ConfigNode):
     """Copies of the teacher's weights in its pool, each spread over as many processes; 0: one."""
     inference: TeacherInferenceConfig = section(TeacherInferenceConfig)
     """How it is computed."""
+    log_probs_file: str | None = None
+    """Parquet file with the teacher's log-probs of known responses ([columns](distillation.md#teachers))."""
     # Last: its name hides the function that declares keys
     key: str | None = None
     """Rows whose teacher_key has this value are this teacher's. Null: its name in teacher_models. A sole teacher has
@@ -100,6 +108,8 @@ class DistillationConfig(ConfigNode):
     """Processes of that pool on each machine."""
     teacher_key: str = "data_source"
     """What of a row chooses among several teachers: data_source, ability, agent_name, or a name in extra_info."""
+    hint_key: str | None = None
+    """Name of a text in a row's extra_info that the teacher alone sees, behind the last user message. Null: none."""
     teacher_model: TeacherModelConfig = section(TeacherModelConfig)
     """The teacher, where there is one."""
     teacher_models: dict[str, Any] = key({})
@@ -142,10 +152,15 @@ class Teacher:
     def path(self) -> str:
         return self.config.model_path or ""
 
+    @property
+    def local(self) -> bool:
+        """True where it is a frozen model of the run."""
+        return self.config.inference.url is None and self.config.log_probs_file is None
+
 
 def _teachers(config: DistillationConfig) -> dict[str, Teacher]:
     entries = {f"models.{n}": _read(TeacherModelConfig, n, entry) for n, entry in config.teacher_models.items()}
-    if config.teacher_model.model_path is not None:
+    if config.teacher_model.model_path is not None or config.teacher_model.log_probs_file is not None:
         entries = {"model": config.teacher_model}
     found = [_teacher(f"distillation.teacher_{name}", entry) for name, entry in entries.items()]
     names = ["teacher"] if len(found) == 1 else [f"teacher_{each.name}" for each in found]

@@ -63,7 +63,7 @@ def _others(config: PPOConfig) -> list[Pool]:
         sizes = {"nnodes": reward.nnodes, "ranks_per_node": reward.n_gpus_per_node}
         pools.append(Pool(name=REWARD, roles=(REWARD,), **sizes, keys=_SIZES[2:4]))
     distillation = config.distillation
-    if distillation.nnodes and (teachers := tuple(distillation.teachers())):
+    if distillation.nnodes and (teachers := tuple(n for n, each in distillation.teachers().items() if each.local)):
         sizes = {"nnodes": distillation.nnodes, "ranks_per_node": distillation.n_gpus_per_node}
         pools.append(Pool(name="teacher", roles=teachers, **sizes, keys=_SIZES[4:]))
     return pools

@@ -131,7 +131,8 @@ def hosted_roles(config: PPOConfig) -> tuple[str, ...]:
 
 def every_role(config: PPOConfig) -> dict[str, RoleConfig]:
     """All roles there can be, those that the run lacks as well."""
-    passes, teachers = cuts(config), config.distillation.teachers()
+    passes = cuts(config)
+    teachers = {name: each for name, each in config.distillation.teachers().items() if each.local}
     return {
         ACTOR: _actor(config, passes[ACTOR]),
         REF: _reference(config, passes[REF]),

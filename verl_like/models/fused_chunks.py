@@ -51,11 +51,11 @@ class Coefficients:
     """
 
     label: Tensor | None
-    chosen: Tensor | None
     log_p: Tensor | None
     p: Tensor | None
     gap: Tensor | None
     constant: Tensor
+    chosen: Tensor | None = None
 
     def of(self, part: slice) -> Coefficients:
         """Select the coefficients of a chunk's tokens."""

@@ -20,7 +20,7 @@ from verl_like.config import PPOConfig
 from verl_like.config.errors import input_errors, problems_of, raise_if_any
 from verl_like.config.roles import ACTOR, ROLLOUT
 from verl_like.config.schema import to_dict
-from verl_like.data.dataset import Dataset
+from verl_like.data.dataset import Dataset, make_encoder
 from verl_like.data.loader import PromptLoader, iterate_all
 from verl_like.episodes.answering import Answering
 from verl_like.episodes.collector import Collector
@@ -54,7 +54,6 @@ from verl_like.trainer.roles import ActorHandle, CriticHandle, ReferenceHandle, 
 from verl_like.trainer.start_checks import problems
 from verl_like.trainer.start_messages import start_phase, worker_start_text
 from verl_like.trainer.state import TrainState
-from verl_like.trainer.teachers import Teachers
 from verl_like.trainer.validation import Validator
 from verl_like.trainer.weights import Weights
 from verl_like.trainer.workers import Pools, Workers
@@ -250,7 +249,9 @@ def assemble(
 
     actor = models(ActorHandle, costs.actor, on_change=weights.changed)
     critic = models(CriticHandle, costs.critic)
-    teachers = [TeacherHandle(n, pools.of(n), plan, **shared(n, costs.teachers[n])) for n in costs.teachers]
+    frozen = {n: TeacherHandle(n, pools.of(n), plan, **shared(n, cost)) for n, cost in costs.teachers.items()}
+    encoder = make_encoder(facts.data, facts.tokenizer)
+    teaching = (config, facts.tokenizer, encoder, frozen)
     assert actor is not None
     how = answering(config, facts, validation=False)
     source = RecordedSource if skips or recorded else Collector
@@ -267,7 +268,7 @@ def assemble(
         actor=actor,
         reference=models(ReferenceHandle, costs.actor),
         critic=critic,
-        teachers=Teachers(config.distillation, teachers) if config.distillation.enabled else None,
+        teachers=part("teachers", "open")(*teaching) if config.distillation.enabled else None,
         recorder=Recorder(config, [role for role in (actor, critic) if role is not None]),
         weights=weights,
         rewards=rewards,

@@ -31,7 +31,7 @@ class ModelCosts:
         return cls(
             actor=_cost_of(config.actor_rollout_ref.model),
             critic=_cost_of(critic).with_value_head() if CRITIC in plan.roles else None,
-            teachers={name: _cost_of(plan.roles[name].config.model) for name in config.distillation.teachers()},
+            teachers={n: _cost_of(role.config.model) for n, role in plan.roles.items() if n.startswith("teacher")},
         )
 
 

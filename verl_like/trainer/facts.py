@@ -83,8 +83,7 @@ class Facts:
     missing = Fact(lambda facts: missing_places(facts.config, *(DATA_FILES if facts.trains else DATA_FILES[1:])))
     """Problems with the places of models, tokenizers and data, by (key, path)."""
 
-    def require(self, path: str) -> None:
-        """Raise ConfigError where this place of a model, a tokenizer or data is missing."""
+    def _require(self, path: str) -> None:
         raise_if_any([text for (_, place), text in self.missing.items() if place == path])
 
     data = Fact(lambda facts: with_system_prompt(facts.config))
@@ -94,7 +93,7 @@ class Facts:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Tokenizer of the policy."""
         model, data = self.config.actor_rollout_ref.model, self.config.data
-        self.require(data.tokenizer or model.path)
+        self._require(data.tokenizer or model.path)
         trust, key = model.trust_remote_code or data.trust_remote_code, "data.tokenizer" if data.tokenizer else _MODEL
         try:
             tokenizer = load_tokenizer(data.tokenizer or model.path, trust, key)
@@ -111,14 +110,14 @@ class Facts:
     @Fact
     def hf_config(self) -> PretrainedConfig:
         """Hugging Face config of the policy."""
-        self.require(self.config.actor_rollout_ref.model.path)
+        self._require(self.config.actor_rollout_ref.model.path)
         return load_hf_config(self.config.actor_rollout_ref.model, _MODEL)
 
     def hf_config_of(self, role: RoleConfig) -> PretrainedConfig:
         """Hugging Face config of a role's model."""
         if role.name in (ACTOR, REF):
             return self.hf_config
-        self.require(role.model.path)
+        self._require(role.model.path)
         return load_hf_config(role.model, role.path_key)
 
     @Fact

@@ -20,9 +20,8 @@ from verl_like.episodes.collector import Collector
 from verl_like.rewards.manager import RewardManager
 from verl_like.trainer.loop import Loop, prefixed
 from verl_like.trainer.recording import Recorder
-from verl_like.trainer.roles import ReferenceHandle, UpdateRules
+from verl_like.trainer.roles import ReferenceHandle, Teachers, UpdateRules
 from verl_like.trainer.start_messages import start_phase
-from verl_like.trainer.teachers import Teachers
 from verl_like.trainer.validation import Validator
 from verl_like.trainer.weights import Weights
 

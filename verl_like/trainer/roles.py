@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -195,6 +195,12 @@ class TeacherHandle(RoleHandle):
 
     def log_probs(self, rollouts: Rollouts) -> Evaluated:
         return self.evaluate("log_probs", rollouts)
+
+
+class Teachers(Protocol):
+    """All teachers of a run (plugins/teachers)."""
+
+    def evaluate(self, rollouts: Rollouts) -> Evaluated: ...
 
 
 class CriticHandle(RoleHandle):

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from verl_like.config import DataConfig, ModelConfig, PPOConfig, RolloutConfig
-from verl_like.config.distillation import Teacher
+from verl_like.config import DataConfig, PPOConfig, RolloutConfig
 from verl_like.config.engines import ENGINES, EngineKind
 from verl_like.config.errors import ConfigError, problems_of
 from verl_like.config.reward_rollout import RewardRolloutConfig
@@ -42,7 +41,6 @@ from verl_like.trainer.nsight import check_nsight
 from verl_like.trainer.own_code import check_own_code
 from verl_like.trainer.resume import find_resume
 from verl_like.trainer.reward_check import check_rewards
-from verl_like.trainer.teachers import check_rows, check_tokenizer
 from verl_like.user_code import SAMPLER_KEYS, load, load_class
 
 logger = logging.getLogger(__name__)
@@ -202,7 +200,7 @@ def check_models(config: PPOConfig, facts: Facts) -> Iterator[str]:
         lambda: check_vision(config, facts.hf_config),
         *(partial(_check_role, role, facts) for role in roles_of(config).values()),
         lambda: _check_vocabulary(config, facts),
-        *(partial(_check_teacher, each, facts) for each in config.distillation.teachers().values()),
+        lambda: part("teachers", "check")(config, facts) if config.distillation.enabled else None,
         lambda: facts.reward_tokenizers,
     )
 
@@ -255,18 +253,6 @@ def _check_modules(
             lora.load_adapter(whole.hf, model)
 
 
-def _check_teacher(teacher: Teacher, facts: Facts) -> None:
-    """Check that a teacher sees what the policy sees, and has its tokens."""
-    key, path = f"{teacher.place}.model_path", teacher.path
-    trust = facts.config.actor_rollout_ref.model.trust_remote_code
-    facts.require(path)
-    check_tokenizer(key, path, loading.load_tokenizer(path, trust, key), facts.tokenizer)
-    if facts.vision is not None and not families.sees(loading.load_hf_config(ModelConfig(path=path), key)):
-        raise ValueError(
-            f"{key}={path}: the policy looks at images, and this model reads text only; name one that sees"
-        )
-
-
 def check_vision(config: PPOConfig, hf_config: PretrainedConfig) -> None:
     """Refuse options that a vision-language model cannot have, before anything heavy is started (ValueError)."""
     model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
@@ -315,11 +301,11 @@ def check_data(config: PPOConfig, facts: Facts) -> Iterator[str]:
     One fault of rows at a time: it is mostly a key that does not fit, and so a fault of both sets.
     """
     yield from problems_of(lambda: facts.val, lambda: facts.train, lambda: facts.data)
-    sets = facts.known("train"), facts.known("val")
+    sets, teaches = (facts.known("train"), facts.known("val")), facts.trains and config.distillation.enabled
     yield from problems_of(
         lambda: part("loops", "check")(sets, config.actor_rollout_ref.rollout),
         lambda: part("tools", "check")(sets, facts.toolbox),
-        lambda: facts.trains and sets[0] is not None and check_rows(config.distillation, sets[0]),
+        lambda: teaches and sets[0] is not None and part("teachers", "rows")(config.distillation, sets[0]),
     )
     for split, dataset in zip(("train", "val"), sets, strict=True):
         if dataset is not None and (facts.trains or split == "val"):

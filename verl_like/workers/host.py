@@ -97,7 +97,7 @@ class RoleHost:
     def _build(self, spec: WorkerSpec, env: RankEnv) -> None:
         """Build the roles, the rollout engine last: at its start gpu_memory_utilization of the device must be free."""
         plans, distillation = spec.plan.roles, spec.config.distillation
-        teachers = distillation.teachers()
+        teachers = [name for name, each in distillation.teachers().items() if each.local]
         makers = {
             CRITIC: lambda: CriticRole(spec, self.process),
             REWARD: lambda: (

@@ -168,7 +168,7 @@ def teachers_are_named(config: PPOConfig) -> Findings:
         return f"name the teacher: distillation.teacher_model.model_path=FOLDER, or several in {_MODELS}"
     if teachers and distillation.teacher_model.model_path is not None and distillation.teacher_models:
         return ("distillation.teacher_model.model_path", _MODELS), "the first names the only teacher; leave one out"
-    for teacher in (each for each in teachers.values() if not each.path.strip()):
+    for teacher in (each for each in teachers.values() if not (each.path.strip() or each.config.log_probs_file)):
         return (_MODELS,), f"{teacher.place} has no model_path; set it to the teacher's folder"
     if len(teachers) > 1 and SOLE in distillation.teacher_models:
         return (_MODELS,), f"verl drops {SOLE} where there are others; give it another name"
@@ -201,10 +201,18 @@ def one_comparison(config: PPOConfig) -> Findings:
         return f"one whole vocabulary is compared at a time; set {_KL[0]}=low_var_kl, or loss_mode=k3"
 
 
+@rule(_MODE, "distillation.hint_key", reads=("distillation.enabled",))
+def hints_before_the_update(config: PPOConfig) -> Findings:
+    """A teacher that sees a hint is asked before the update, about other prompts than the policy's."""
+    if config.distillation.compares and config.distillation.hint_key is not None:
+        return f"in the update both read the same prompts; set loss_mode={TOP_K}, or hint_key=null"
+
+
 @rule(_MODE, "trainer.placement", "distillation.nnodes", reads=("distillation.enabled",))
 def teachers_beside_the_actor(config: PPOConfig) -> Findings:
     """Teachers are in the actor's pool where they read the rows together with it."""
-    if config.distillation.compares and any(is_apart(config, role) for role in config.distillation.teachers()):
+    teachers = config.distillation.teachers() if config.distillation.compares else {}
+    if any(is_apart(config, name) or not each.local for name, each in teachers.items()):
         return f"the teacher reads the rows together with the actor; leave it in the main pool, or use {TOP_K}"
 
 
