@@ -226,7 +226,7 @@ def _flattened(cls: type, columns: Mapping[str, Any], known: Mapping[str, Any]) 
                 raise TypeError(f"{cls.__name__}: {name} needs {length}, which says what of it is padding")
             length_B = flat[length] = torch.full((len(value),), value.shape[1], dtype=torch.int64)
         size = None if length_B is None or not len(length_B) else (len(length_B), int(length_B[0]))
-        if value is not None and size is not None and length in without and value.shape != size:
+        if value is not None and size is not None and length in without and value.shape[:2] != size:
             raise ValueError(f"{cls.__name__}: padded columns differ: {name} is {tuple(value.shape)}")
         flat[field.name] = None if value is None else flat_rows(value, length_B, _SIDES[length])
     return flat
@@ -414,6 +414,9 @@ class Evaluated(TensorStruct):
     ref_log_probs_T: Tensor | None = tokens(default=None)
     full_kl_T: Tensor | None = tokens(default=None)  # KL to the reference over the whole vocabulary
     values_T: Tensor | None = tokens(default=None)
+    teacher_B: Tensor | None = None  # int64: number of the row's teacher (distillation)
+    teacher_log_probs_T: Tensor | None = tokens(default=None)  # [T] of the tokens, or [T, K] of teacher_ids_T
+    teacher_ids_T: Tensor | None = tokens(default=None)  # int32 [T, K]: the ids that the teacher finds likeliest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -434,6 +437,9 @@ class Experience(Sequences):
     rollout_log_probs_T: Tensor | None = tokens(default=None)
     rollout_is_weights_T: Tensor | None = tokens(default=None)  # constants on the policy loss
     values_T: Tensor | None = tokens(default=None)
+    teacher_B: Tensor | None = None  # the teacher's columns: as in Evaluated
+    teacher_log_probs_T: Tensor | None = tokens(default=None)
+    teacher_ids_T: Tensor | None = tokens(default=None)
     selected_T: Tensor | None = tokens(default=None)  # bool: tokens chosen over the mini-batch (clip_cov ...)
     score_B: Tensor | None = None  # float32: as graded
     truncated_B: Tensor | None = None  # bool: the response hit its length limit

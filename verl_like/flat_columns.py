@@ -49,16 +49,16 @@ def take_rows(values_T: Tensor, length_B: Tensor, rows: Sequence[int], ends: Seq
 
 
 def flat_rows(padded_BW: Tensor, length_B: Tensor, side: Side) -> Tensor:
-    """The real entries, [T]: row b has length_B[b], at its start ("right") or its end ("left")."""
+    """The real entries, [T, ...]: row b has length_B[b], at its start ("right") or its end ("left")."""
     width = padded_BW.shape[1]
     _require_room(length_B, width)
     if len(length_B) and int(length_B.min()) == width:
-        return padded_BW.reshape(-1)
+        return padded_BW.flatten(0, 1)
     if padded_BW.device.type != "cpu" or padded_BW.requires_grad:
-        return padded_BW.reshape(-1)[places(length_B.to(padded_BW.device), width, side)]
+        return padded_BW.flatten(0, 1)[places(length_B.to(padded_BW.device), width, side)]
     values, lengths = _array(padded_BW), length_B.tolist()
     parts = [row[:n] if side == "right" else row[width - n :] for row, n in zip(values, lengths, strict=True)]
-    return _tensor(np.concatenate(parts) if parts else values[:0].reshape(-1), padded_BW.dtype)
+    return _tensor(np.concatenate(parts) if parts else values[:0].reshape(0, *values.shape[2:]), padded_BW.dtype)
 
 
 def padded_rows(
@@ -69,13 +69,13 @@ def padded_rows(
     fill: float = 0,
     places_T: Tensor | None = None,
 ) -> Tensor:
-    """Inverse of `flat_rows`: [B, width], `fill` in the padding. Differentiable. places_T: of these rows, if known."""
-    shape = (len(length_B), width)
+    """Inverse of `flat_rows`: [B, width, ...], `fill` in the padding. Differentiable. places_T: of these rows."""
+    shape = (len(length_B), width, *values_T.shape[1:])
     if values_T.device.type != "cpu" or values_T.requires_grad:
         if places_T is None:
             _require_room(length_B, width)
             places_T = places(length_B.to(values_T.device), width, side, len(values_T))
-        return values_T.new_full((shape[0] * width,), fill).index_copy(0, places_T, values_T).view(shape)
+        return values_T.new_full((shape[0] * width, *shape[2:]), fill).index_copy(0, places_T, values_T).view(shape)
     filled = torch.zeros(shape, dtype=values_T.dtype)  # from the system: pages that nobody writes cost nothing
     if fill:
         filled.fill_(fill)

@@ -24,6 +24,11 @@ PARTS: dict[str, dict[str, str]] = {
         "check": f"{_PLUGINS}.verl_agents.start:check_agents",
         "runner": f"{_PLUGINS}.verl_agents.start:with_agent_loops",
     },
+    # what is trained, beside answers that are sampled (trainer.objective): verl's names of its keys, its parts on the
+    # driver, its loss in the workers
+    "names": {"sft": f"{_PLUGINS}.sft.names:spelled"},
+    "objective": {"sft": f"{_PLUGINS}.sft.start:objective"},
+    "loss": {"sft": f"{_PLUGINS}.sft.experience:Imitation"},
     # where programs in responses run
     "execution": {"sandbox": f"{_PLUGINS}.code_grading.execution:ExecutionPlace"},
     # a checkpoint that another trainer wrote
@@ -42,6 +47,12 @@ PARTS: dict[str, dict[str, str]] = {
         "judge": f"{_PLUGINS}.reward_models.judge:Judge",
         "score": f"{_PLUGINS}.reward_models.model_score:ModelScore",
         "server": f"{_PLUGINS}.reward_models.server:RewardServer",
+    },
+    # teachers of distillation: which has a row, and those that are no models of the run
+    "teachers": {
+        "open": f"{_PLUGINS}.teachers.choice:open_teachers",
+        "check": f"{_PLUGINS}.teachers.choice:check_teachers",
+        "rows": f"{_PLUGINS}.teachers.choice:check_rows",
     },
     # where metrics go, by trainer.logger; and for whoever asks
     "tracker": {

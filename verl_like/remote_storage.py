@@ -179,7 +179,7 @@ class RemoteFolder:
     def _told(self, what: str) -> Iterator[None]:
         try:
             yield
-        except (OSError, ImportError, ValueError, KeyError) as error:
+        except Exception as error:  # fsspec's drivers raise errors of the clients that they use
             raise ValueError(f"{self.key}={self.url}: {what}: {one_line(error)}") from error
 
 

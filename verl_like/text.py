@@ -19,4 +19,6 @@ def whole(value: Any) -> Any:
 
 def one_line(error: BaseException) -> str:
     """An error of a library for a message of ours, one line of which is one problem: its kind and its first words."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    words = " ".join(f"{type(error).__name__}: {error}".split())
+    whole_sentences = words[:300].rpartition(". ")[0]
+    return whole_sentences if len(words) > 300 and len(whole_sentences) > 150 else words[:300]

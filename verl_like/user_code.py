@@ -31,6 +31,7 @@ from typing import Any
 
 EXTERNAL_MODULES = "VERL_USE_EXTERNAL_MODULES"
 FORMS = "file.py:name or pkg://module:name"
+SAMPLER_KEYS = {"path_key": "data.sampler.class_path", "name_key": "data.sampler.class_name"}
 _MODULE_PREFIX = "pkg://"
 _REFERENCE = re.compile(r"(?:.*\.py|pkg://[A-Za-z_][\w.]*|[A-Za-z_][\w.]*):[A-Za-z_]\w*")
 _registered: dict[str, set[str]] = {}
@@ -240,5 +241,10 @@ def _users_traceback(error: BaseException) -> str:
 
 
 def own_lines(error: BaseException, limit: int | None = None) -> str:
-    """An exception of users' code as they are shown it: where it was raised, without the heading of a crash."""
+    """An exception of users' code as they are shown it: where it was raised, without the heading of a crash and without
+    the frames of this package that led there."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_frame.f_code.co_filename.startswith(os.path.dirname(__file__)):
+        frame = frame.tb_next
+    error = error if frame is None else error.with_traceback(frame)
     return "".join(traceback.format_exception(error, limit=limit)).replace("Traceback (most recent call last):\n", "")

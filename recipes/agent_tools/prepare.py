@@ -2,9 +2,10 @@
 
     python recipes/agent_tools/prepare.py --output-dir outputs/agent_tools --seed 1
 
-writes OUTPUT/data/{train,val}.parquet and OUTPUT/model (a Hugging Face folder). The warm start is ordinary supervised
-learning from a teacher who calls the calculator for one product in three, copies what it says, and otherwise writes
-down the product at once, which a model of this size cannot learn to do: it is right about as often as it asks.
+writes OUTPUT/data/{train,val}.parquet and OUTPUT/model (a Hugging Face folder). The warm start is a supervised run
+(`verl-like sft`, in OUTPUT/warm_start) on the conversations of a teacher who calls the calculator for one product in
+three, copies what it says, and otherwise writes down the product at once, which a model of this size cannot learn to
+do: it is right about as often as it asks.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import math
 import random
 import re
+import shutil
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -21,10 +23,10 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+import verl_like
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "quickstart"))
 from model import build_model, save_checkpoint
@@ -99,46 +101,38 @@ def rows(pairs: list[Pair], split: str) -> list[dict]:
     ]
 
 
-def encode(messages: list[dict[str, str]], vocabulary: dict[str, int]) -> tuple[list[int], list[int]]:
-    """Token ids and labels of a conversation; labels are -100 outside of what the assistant writes."""
-    ids: list[int] = []
-    labels: list[int] = []
-    for message in messages:
-        head, body = f"{START}{message['role']}\n", f"{message['content']}{END}"
-        for text, taught in ((head, False), (body, message["role"] == "assistant"), ("\n", False)):
-            new = [vocabulary[piece] for piece in re.findall(PATTERN, text)]
-            ids += new
-            labels += new if taught else [-100] * len(new)
-    return ids, labels
-
-
-def batch_of(examples: list[tuple[list[int], list[int]]], pad: int) -> tuple[Tensor, Tensor]:
-    """Right-padded ids and labels [B, T]."""
-    width = max(len(ids) for ids, _ in examples)
-    ids_BT = torch.tensor([ids + [pad] * (width - len(ids)) for ids, _ in examples])
-    labels_BT = torch.tensor([labels + [-100] * (width - len(labels)) for _, labels in examples])
-    return ids_BT, labels_BT
-
-
 def warm_start(
-    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, training: list[Pair], recipe: Recipe
-) -> None:
-    """Supervised learning from the teacher: AdamW, 20 steps of warm-up, cosine decay to zero."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    rng, vocabulary = random.Random(recipe.seed), tokenizer.get_vocab()
-    for step in range(1, recipe.warm_start_steps + 1):
-        cosine = 0.5 * (1 + math.cos(math.pi * step / recipe.warm_start_steps))
-        optimizer.param_groups[0]["lr"] = recipe.learning_rate * min(1.0, step / 20) * cosine
-        pairs = rng.choices(training, k=recipe.warm_start_batch)
-        shown = [encode(conversation(pair, asks=rng.random() < recipe.asks), vocabulary) for pair in pairs]
-        ids_BT, labels_BT = batch_of(shown, tokenizer.pad_token_id)
-        loss = model(input_ids=ids_BT, labels=labels_BT).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if step % 100 == 0:
-            print(f"  step {step}/{recipe.warm_start_steps}  loss {loss.item():.3f}", flush=True)
+    folder: Path, model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, training: list[Pair], recipe: Recipe
+) -> Path:
+    """Supervised learning from the teacher, `verl-like sft`: 20 steps of warm-up, cosine decay to zero. The model's
+    folder."""
+    rng = random.Random(recipe.seed)
+    pairs = rng.choices(training, k=recipe.warm_start_steps * recipe.warm_start_batch)
+    shown = [{"messages": conversation(pair, asks=rng.random() < recipe.asks)} for pair in pairs]
+    folder.mkdir(parents=True)
+    pq.write_table(pa.Table.from_pylist(shown), folder / "train.parquet")
+    save_checkpoint(folder / "new_model", model, tokenizer)
+    settings = {
+        "trainer.objective": "sft",
+        "data.train_files": str(folder / "train.parquet"),
+        "data.train_batch_size": recipe.warm_start_batch,
+        "data.max_length": 64,
+        "data.shuffle": False,  # they come by chance
+        "model.path": str(folder / "new_model"),
+        "model.enable_gradient_checkpointing": False,
+        "optim.lr": recipe.learning_rate,
+        "optim.weight_decay": 0.0,
+        "optim.lr_warmup_steps": 20,
+        "checkpoint.save_contents": ["hf_model"],
+        "trainer.total_epochs": 1,
+        "trainer.device": "cpu",
+        "trainer.launcher": "local",
+        "trainer.seed": recipe.seed,
+        "trainer.report_freq": -1,
+        "trainer.default_local_dir": str(folder / "run"),
+    }
+    verl_like.run(verl_like.compose(settings))
+    return folder / "run" / f"global_step_{recipe.warm_start_steps}" / "actor" / "huggingface"
 
 
 def prepare(output_dir: Path, recipe: Recipe) -> None:
@@ -160,8 +154,10 @@ def prepare(output_dir: Path, recipe: Recipe) -> None:
     print(f"{len(training)} training and {len(validation)} validation questions such as {question(training[0])}")
     print(f"Warm start of a new {model.num_parameters() / 1e6:.2f}M-parameter Qwen2 model, a few minutes:")
     started = time.time()
-    warm_start(model, tokenizer, pairs[recipe.num_training + recipe.num_validation :], recipe)
-    save_checkpoint(output_dir / "model", model, tokenizer)
+    for folder in ("warm_start", "model"):
+        shutil.rmtree(output_dir / folder, ignore_errors=True)
+    own = pairs[recipe.num_training + recipe.num_validation :]
+    shutil.copytree(warm_start(output_dir / "warm_start", model, tokenizer, own, recipe), output_dir / "model")
     done.write_text(json.dumps(asdict(recipe)))
     print(f"Warm start took {time.time() - started:.0f} s")
 

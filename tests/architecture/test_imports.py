@@ -82,7 +82,10 @@ ALLOWED: dict[str, set[str]] = {
     "plugins.text_grading": {"plugins.math_grading", "rewards"},
     "plugins.code_grading": {"config", "plugins.http_json", "rewards", "services", "text"},
     "plugins.agents": PLUGIN_LEVEL | {"plugins.code_grading", "plugins.games", "plugins.http_json"},
+    "plugins.teachers": {"batch", "config", "data", "models", "plugins.http_json"},
     "plugins.verl_agents": PLUGIN_LEVEL | {"plugins.agents", "plugins.math_grading"},
+    # a trainer of its own, around the trainer's parts
+    "plugins.sft": PLUGIN_LEVEL | {"algorithms", "observe", "trainer"},
     "plugins.sglang": {"config", "models", "remote_storage", "rollout"},
     "plugins.vllm": {"config", "models", "remote_storage", "rollout"},
     "plugins": set(),

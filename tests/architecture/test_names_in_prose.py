@@ -148,7 +148,7 @@ def test_names_on_pages_exist() -> None:
         ("`trainer.roles.PolicyGroup`", "trainer.roles.PolicyGroup"),
         ("`verl_like.trainer.nothing`", "verl_like.trainer.nothing"),
         ("`rewards/no_such_file.py`", "rewards/no_such_file.py"),
-        ("`trainer.ppo.PPOTrainer.fly`", "trainer.ppo.PPOTrainer.fly"),
+        ("`trainer.loop.Loop.fly`", "trainer.loop.Loop.fly"),
         ("`trainer.total_epochs`, `optim.lr`, `trainer.build`, `rewards/manager.py`, `torch.nn.Linear`", None),
     ],
 )

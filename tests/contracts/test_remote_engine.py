@@ -174,7 +174,7 @@ def test_errors_come_back_by_name() -> None:
     with pytest.raises(RolloutError, match="OSError: no device"):
         engine.wake()
     engine.shutdown()
-    assert process_of(engine).exitcode in (0, 255)  # 255: the fork server told its end to another thread
+    assert process_of(engine).exitcode == 0
 
 
 def test_a_process_that_does_not_answer_is_ended() -> None:

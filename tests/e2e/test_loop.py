@@ -142,7 +142,8 @@ def test_dynamic_sampling_gives_up_with_the_keys(tmp_path: Path, tiny_model: Pat
         "algorithm.filter_groups.std_threshold": 5.0,
         "algorithm.filter_groups.max_num_gen_batches": 2,
     }
-    with pytest.raises(ValueError, match=r"2 draws \(12 prompts.*data.train_batch_size=8.*max_num_gen_batches=2"):
+    told = r"^error: step 1: 2 draws \(12 prompts.*data.train_batch_size=8.*max_num_gen_batches=16 \(now 2\)"
+    with pytest.raises(SystemExit, match=told):
         run(tmp_path, tiny_model, **settings)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,17 @@ def test_the_planted_key_is_named(run: Run, key: str) -> None:
     assert (found.difference.step, found.difference.phase) == (step, phase), found.text()
 
 
+def test_versions_are_hints_where_both_runs_tell_theirs(run: Run, tmp_path: Path) -> None:
+    first, second = run(), tmp_path / "copy"
+    shutil.copytree(run(**{f"{ACTOR}.optim.lr": 5e-3}), second)
+    told = json.loads((second / "environment.json").read_text())
+    told["packages"]["torch"] = "0.1"
+    (second / "environment.json").write_text(json.dumps(told))
+    assert [hint for hint in why(first, second).hints if hint.endswith("| 0.1")] == why(first, second).hints != []
+    (second / "environment.json").unlink()
+    assert why(first, second).hints == []
+
+
 def test_two_runs_of_the_same_do_not_differ(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     main(["compare", str(run()), str(run(**{"trainer.seed": SETTINGS.get("trainer.seed", 1)})), "--why"])
     assert capsys.readouterr().out.strip() == "no difference in the steps that both have recorded"
@@ -126,6 +138,18 @@ def test_what_is_no_table_is_said(run: Run, tmp_path: Path) -> None:
     file.write_text('{"step": 1}')
     with pytest.raises(ConfigError, match="row 0 has no prompt_ids, response_ids"):
         explain(run(), file, 0.0)
+    for change, message in (
+        ({"advantages": [0.0]}, r"row 1: advantages has 1 numbers for \d+ tokens"),
+        ({"reward": "x"}, "row 1: reward='x' is no number"),
+        ({"step": 1.5}, "row 1: step=1.5 is no whole number"),
+        ({"prompt_ids": ["a"]}, "row 1: prompt_ids is no list of tokens"),
+        ({"old_log_probs": [None]}, "row 1: old_log_probs is no list of numbers"),
+    ):
+        rows = rows_of(run())
+        rows[1] |= change
+        file.write_text("\n".join(json.dumps(row) for row in rows))
+        with pytest.raises(ConfigError, match=message):
+            explain(run(), file, 0.0)
     with pytest.raises(SystemExit, match="1"):
         main(["compare", "--why", str(run())])
 

@@ -33,8 +33,9 @@ def _forward(
     assert int(cu_q[-1]) == len(q) and int(cu_k[-1]) == len(k) == len(v)
     output, lse, nothing = torch.empty_like(q), torch.empty(q.shape[1], len(q)), torch.empty(0)
     for own, keys in _segments(cu_q, cu_k):
-        weights = _weights(q[own], k[keys], causal, **how)
-        output[own] = (weights @ _heads(v[keys], q.shape[1])).transpose(0, 1).to(q.dtype)
+        scores = _scores(q[own], k[keys], causal, **how)
+        lse[:, own] = scores.logsumexp(-1)
+        output[own] = (scores.softmax(-1) @ _heads(v[keys], q.shape[1])).transpose(0, 1).to(q.dtype)
     return output, lse, torch.zeros(2, dtype=torch.uint64), nothing, nothing
 
 
@@ -55,11 +56,13 @@ def _backward(
     scale: float | None = None,
     **how: Any,
 ) -> tuple[Tensor, ...]:
+    """Of lse and the output it makes the weights and their gradients' mean, as the kernel does: others give others."""
     grads, factor = [torch.zeros_like(t) for t in (q, k, v)], q.shape[-1] ** -0.5 if scale is None else scale
     for own, keys in _segments(cu_q, cu_k):
-        weights, slopes = _weights(q[own], k[keys], causal, scale, **how), grad[own].float().transpose(0, 1)
+        slopes, mean = (t[own].float().transpose(0, 1) for t in (grad, grad.float() * out.float()))
+        weights = torch.exp(_scores(q[own], k[keys], causal, scale, **how) - lse[:, own, None])
         of_weights = slopes @ _heads(v[keys], q.shape[1]).transpose(1, 2)
-        of_scores = factor * weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True))
+        of_scores = factor * weights * (of_weights - mean.sum(-1, keepdim=True))
         found = (of_scores @ _heads(k[keys], q.shape[1]), of_scores.transpose(1, 2) @ _heads(q[own], q.shape[1]))
         for target, part, value in zip(
             grads, (own, keys, keys), (*found, weights.transpose(1, 2) @ slopes), strict=True
@@ -78,7 +81,7 @@ def _heads(t: Tensor, heads: int) -> Tensor:
     return t.float().repeat_interleave(heads // t.shape[1], 1).transpose(0, 1)
 
 
-def _weights(
+def _scores(
     q: Tensor,
     k: Tensor,
     causal: bool,
@@ -87,10 +90,10 @@ def _weights(
     window_size_right: int | None = None,
     **_: Any,
 ) -> Tensor:
-    """Weights [heads, queries, keys] of one sequence; the last query is aligned with the last key."""
+    """Scores [heads, queries, keys] of one sequence, -inf where hidden; the last query is aligned with the last key."""
     left = -1 if window_size_left is None else window_size_left
     right = 0 if causal or window_size_right is None else window_size_right
     behind = torch.arange(len(q))[:, None] + len(k) - len(q) - torch.arange(len(k))
     hidden = (behind < -right) | ((behind > left) if left >= 0 else False)
     scores = _heads(q, q.shape[1]) @ _heads(k, q.shape[1]).transpose(1, 2)
-    return (scores * (q.shape[-1] ** -0.5 if scale is None else scale)).masked_fill(hidden, float("-inf")).softmax(-1)
+    return (scores * (q.shape[-1] ** -0.5 if scale is None else scale)).masked_fill(hidden, float("-inf"))

@@ -15,7 +15,7 @@ from verl_like.algorithms.kl import KL_ESTIMATORS
 from verl_like.algorithms.objectives import PolicyObjective
 from verl_like.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss
 from verl_like.config import ActorConfig, PolicyLossConfig
-from verl_like.config.errors import raise_if_any
+from verl_like.config.errors import problems_of, raise_if_any
 from verl_like.config.trainer import TrainerConfig
 from verl_like.observe.trackers import build_trackers, check_trackers
 from verl_like.rewards.graders import choose
@@ -29,6 +29,7 @@ from verl_like.user_code import (
     load,
     load_module,
     load_pair,
+    own_lines,
     registered_names,
 )
 
@@ -228,3 +229,15 @@ def test_graders_may_be_references() -> None:
     assert choice.options == {"mine.py:f": {"bonus": 2}}
     with pytest.raises(ValueError, match=r"or your own: file\.py:name"):
         choose("no_grader")
+
+
+def test_frames_of_this_package_do_not_stand_before_a_users() -> None:
+    def mine() -> None:
+        raise KeyError("boo")
+
+    try:
+        list(problems_of(mine))
+    except KeyError as error:
+        assert error.__traceback__ is not None
+        text = own_lines(error.with_traceback(error.__traceback__.tb_next))
+    assert "in mine" in text and "errors.py" not in text

@@ -157,6 +157,9 @@ def put_together(
         rollout_log_probs_T=corrected.rollout_log_probs_T,
         rollout_is_weights_T=corrected.weights_T,
         values_T=evaluated.values_T,
+        teacher_B=evaluated.teacher_B,
+        teacher_log_probs_T=evaluated.teacher_log_probs_T,
+        teacher_ids_T=evaluated.teacher_ids_T,
         score_B=scores.score_B,
         truncated_B=episodes.of_rows(episodes.join(rollouts).cut_off_B),
         difficulty_B=difficulties(rollouts, actor.sample_weight),
@@ -211,7 +214,7 @@ def check_inputs(
             raise ValueError(f"{key}=True needs reference log-probs, but none were computed")
     if algorithm.use_kl_in_reward and algorithm.kl_penalty == FULL_KL_KIND and evaluated.full_kl_T is None:
         raise ValueError("algorithm.kl_penalty=full needs the KL of every token, but none was computed")
-    for name in ("old_log_probs_T", "ref_log_probs_T", "full_kl_T", "values_T"):
+    for name in ("old_log_probs_T", "ref_log_probs_T", "full_kl_T", "values_T", "teacher_log_probs_T"):
         column_T = getattr(evaluated, name)
         if column_T is not None:
             _require_finite(name.removesuffix("_T"), column_T, rollouts)
@@ -220,7 +223,7 @@ def check_inputs(
 def _require_finite(name: str, column_T: Tensor, rollouts: Rollouts) -> None:
     if column_T.sum().isfinite():  # without a token that is not; three times as fast as to look at each
         return
-    bad_T = rollouts.response_mask_T & ~column_T.isfinite()
+    bad_T = rollouts.response_mask_T & ~column_T.isfinite().view(len(column_T), -1).all(1)
     if bad_T.any():
         rows = row_sums(bad_T, rollouts.response_length_B).nonzero().flatten().tolist()
         raise ValueError(

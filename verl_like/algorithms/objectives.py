@@ -13,12 +13,13 @@ from torch import Tensor
 
 from verl_like.algorithms.aggregate import AGGREGATIONS, aggregate
 from verl_like.algorithms.corrections import correct, weight_of_row
+from verl_like.algorithms.distillation import Distillation
 from verl_like.algorithms.kl import FULL_KL_KIND, KL_ESTIMATORS, kl_penalty
 from verl_like.algorithms.masked import masked_fill_zero, masked_mean, masked_sum, share_of_episode
 from verl_like.algorithms.mismatch import NONFINITE, PREFIX, count_gap, gap_between
 from verl_like.algorithms.policy_losses import POLICY_LOSSES, PolicyBatch, TokenLoss, log_ratio, token_ratio
 from verl_like.batch import Denominators, Experience, Metric
-from verl_like.config import ActorConfig, CriticConfig, RolloutCorrectionConfig
+from verl_like.config import ActorConfig, CriticConfig, DistillationConfig, RolloutCorrectionConfig
 from verl_like.config.correction import corrects
 from verl_like.config.menus import DEFAULT_AGGREGATION
 from verl_like.flat_columns import row_sums
@@ -27,6 +28,7 @@ from verl_like.flat_columns import row_sums
 class PolicyObjective:
     """rl_loss_coef * (policy loss + kl_loss_coef * KL) - entropy_coeff * entropy + sft_loss_coef * imitation.
 
+    With teachers, distillation_loss_coef * distance from them is added, or is all (use_task_rewards=False).
     Raises ValueError on an unknown loss, aggregation or KL name. The entropy is always wanted: without a coefficient it
     is a metric, which the engine's fused function computes next to the log-probs.
     """
@@ -34,7 +36,12 @@ class PolicyObjective:
     wants: frozenset[str] = frozenset({"log_probs", "entropy"})
 
     def __init__(
-        self, actor: ActorConfig, correction: RolloutCorrectionConfig | None = None, *, two_policies: bool = False
+        self,
+        actor: ActorConfig,
+        correction: RolloutCorrectionConfig | None = None,
+        *,
+        two_policies: bool = False,
+        distillation: DistillationConfig | None = None,
     ) -> None:
         """Look up the losses of the actor's configuration.
 
@@ -42,6 +49,7 @@ class PolicyObjective:
             actor: loss, aggregation, coefficients.
             correction: algorithm.rollout_correction; None corrects nothing.
             two_policies: old log-probs are the rollout engine's (bypass mode), see algorithms/corrections.py.
+            distillation: the teachers; None, or off: there are none.
         """
         self.actor = actor
         self.correction = RolloutCorrectionConfig() if correction is None else correction
@@ -57,16 +65,22 @@ class PolicyObjective:
             self.wants = self.wants | {"full_kl"}
         elif actor.use_kl_loss:
             KL_ESTIMATORS.lookup(actor.kl_loss_type)
+        self.distillation = None
+        if distillation is not None and distillation.enabled:
+            self.distillation = Distillation(actor, distillation.distillation_loss)
+        self.alone = distillation is not None and distillation.alone
+        if self.distillation is not None:
+            self.wants = self.wants | self.distillation.wants
 
     def without_gradient(self, experience: Experience) -> Tensor | None:
         """Rows that no term of this objective can learn from, because all their advantages are 0: bool [B].
 
-        None where another term always has a gradient (entropy, KL, imitation, or one of the loss's own).
+        None where another term always has a gradient (entropy, KL, imitation, teachers, or one of the loss's own).
         """
         actor = self.actor
         by_score = actor.policy_loss.loss_mode == "topr" and actor.policy_loss.topr.reward_source == "score"
         others = actor.entropy_coeff != 0 or actor.use_kl_loss or actor.sft_loss_coef != 0 or by_score
-        if others or self.policy_loss.pulls_without_advantage:
+        if others or self.policy_loss.pulls_without_advantage or self.distillation is not None:
             return None
         pulls_T = masked_fill_zero(experience.advantages_T, experience.response_mask_T) != 0
         return row_sums(pulls_T, experience.response_length_B) == 0
@@ -100,7 +114,20 @@ class PolicyObjective:
         if self.actor.sft_loss_coef != 0:
             sums["sft_loss"] = self._imitation(batch, kept_BR, experience, denominators)
             loss = loss + self.actor.sft_loss_coef * sums["sft_loss"]
-        return loss, as_metrics(sums | mismatch, maxima)
+        minima: dict[str, Tensor] = {}
+        if self.distillation is not None:
+            taught, extremes = self.distillation(outputs, batch, experience)
+            weigh = factor_BR is not None and self.distillation.loss.use_policy_gradient
+            taught_BR = taught.loss_BR * factor_BR if weigh else taught.loss_BR
+            distance = self._aggregate(taught_BR, kept_BR, experience, denominators)
+            loss = self.distillation.coefficient * distance + (0.0 if self.alone else loss)
+            sums["distillation/loss"] = distance
+            for name, value in token_means(taught, batch.mask_BR, denominators).items():
+                sums[f"distillation/{name}"] = value
+            for name, value_BR in extremes.items():
+                maxima[f"distillation/{name}_max"] = value_BR.masked_fill(~batch.mask_BR, -math.inf).max()
+                minima[f"distillation/{name}_min"] = value_BR.masked_fill(~batch.mask_BR, math.inf).min()
+        return loss, as_metrics(sums | mismatch, maxima, minima)
 
     def _correction(
         self, log_probs_BR: Tensor, experience: Experience
@@ -227,14 +254,17 @@ def token_means(token_loss: TokenLoss, mask_BR: Tensor, denominators: Denominato
     return {name: masked_sum(value.float(), mask_BR) / count for name, value in token_loss.metrics_BR.items()}
 
 
-def as_metrics(sums: dict[str, Tensor], maxima: dict[str, Tensor] | None = None) -> dict[str, Metric]:
-    """Convert scalars on a device to metrics, in one transfer. A maximum over nothing (-inf) is left out."""
-    maxima = maxima or {}
-    scalars = [value.detach().double() for value in [*sums.values(), *maxima.values()]]
+def as_metrics(
+    sums: dict[str, Tensor], maxima: dict[str, Tensor] | None = None, minima: dict[str, Tensor] | None = None
+) -> dict[str, Metric]:
+    """Convert scalars on a device to metrics, in one transfer. An extreme over nothing is left out."""
+    maxima, minima = maxima or {}, minima or {}
+    scalars = [value.detach().double() for value in [*sums.values(), *maxima.values(), *minima.values()]]
     numbers = torch.stack(scalars).tolist()
-    reductions = ["sum"] * len(sums) + ["max"] * len(maxima)
-    named = zip([*sums, *maxima], numbers, reductions, strict=True)
-    return {name: Metric(value=v, reduction=r) for name, v, r in named if v != -math.inf}
+    reductions = ["sum"] * len(sums) + ["max"] * len(maxima) + ["min"] * len(minima)
+    named = zip([*sums, *maxima, *minima], numbers, reductions, strict=True)
+    empty = {"max": -math.inf, "min": math.inf}
+    return {name: Metric(value=v, reduction=r) for name, v, r in named if v != empty.get(r)}
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange_value: float) -> TokenLoss:

@@ -219,7 +219,7 @@ def step_dirs(root: Path) -> list[Path]:
 
 def _incomplete(path: Path) -> list[str]:
     if not path.is_dir():
-        return [f"{path.absolute()} does not exist"]
+        return [f"{path.absolute()} {'is a file' if path.exists() else 'does not exist'}"]
     verl = " (or verl wrote it: trainer.resume_from_path takes it up)" if (path / "data.pt").exists() else ""
     whole = (path / STATE_FILE).exists()
     return [] if whole else [f"{path} holds no {STATE_FILE}: it was not written to its end{verl}"]

@@ -52,6 +52,17 @@ VERBS = (
         ),
     ),
     Verb(
+        name="sft",
+        folder="verl_like.trainer",
+        module="sft_trainer",
+        help="train a language model on given answers; takes the keys of verl's sft_trainer",
+        examples=(
+            "verl-like sft data.train_files=train.parquet model.path=MODEL",
+            "verl-like sft data.train_files=train.parquet data.prompt_key=question data.response_key=answer "
+            "model.path=MODEL optim.lr=1e-5 data.max_length=2048",
+        ),
+    ),
+    Verb(
         name="plan",
         folder="verl_like.cli",
         help="check a command line of train and tell what it would do: no workers, no weights, nothing written",
@@ -208,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         except ConfigError as error:
             sys.exit(f"error: {error}")
         except Exception as error:
-            if name == "train" or isinstance(error, BrokenPipeError):  # train tells of its start itself
+            if name in ("train", "sft") or isinstance(error, BrokenPipeError):  # train tells of its start itself
                 raise
             from verl_like.observe.logs import told_in_a_line
 

@@ -6,6 +6,7 @@ from verl_like.config.base import ConfigNode
 from verl_like.config.correction import RolloutCorrectionConfig
 from verl_like.config.critic import CriticConfig
 from verl_like.config.data import CustomClassConfig, DataConfig, SamplerConfig, SpelledTokens, Truncation
+from verl_like.config.distillation import DistillationConfig
 from verl_like.config.environments import EnvConfig, EnvGroupsConfig
 from verl_like.config.fsdp import FSDPConfig, Strategy, WrapPolicyConfig, resolve_dtype
 from verl_like.config.model import CriticModelConfig, FusedBackend, FusedKernelConfig, LoraConfig, ModelConfig
@@ -41,7 +42,8 @@ from verl_like.config.trainer import Device, Launcher, RayInitConfig, ResumeMode
 __all__ = [
     "ActorConfig", "ActorRolloutRefConfig", "AgentConfig", "AgentNormMethod", "AgentRewardNormConfig",
     "AlgorithmConfig", "CheckpointConfig", "ConfigNode", "CriticConfig", "CriticModelConfig", "CustomClassConfig",
-    "CustomRewardFunctionConfig", "DataConfig", "Device", "EngineKwargsConfig", "EnvConfig", "EnvGroupsConfig",
+    "CustomRewardFunctionConfig", "DataConfig", "Device", "DistillationConfig", "EngineKwargsConfig",
+    "EnvConfig", "EnvGroupsConfig",
     "FSDPConfig", "FilterGroupsConfig", "FusedBackend", "FusedKernelConfig", "GatewayConfig", "GiGPOConfig",
     "JudgeConfig", "KLControlConfig", "KLControlType", "Launcher", "LengthRewardConfig", "LoadFormat",
     "LoraConfig", "ModelConfig", "MultiTurnConfig", "OldLogProbs", "OptimConfig", "OutcomesConfig",

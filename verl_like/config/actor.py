@@ -71,6 +71,34 @@ class SampleWeightConfig(ConfigNode):
     rollout batch)."""
 
 
+class BalanceForm(StrEnum):
+    """Tokens over which the load of experts is compared in the balance loss."""
+
+    batch = "batch"
+    sequence = "sequence"
+
+
+@dataclass(kw_only=True, slots=True)
+class RouterConfig(ConfigNode):
+    """`actor.router.*`: routers of mixtures of experts."""
+
+    balance_loss_coef: float = key(0.0, at_least(0))
+    """Weight of the load-balancing loss: 1 in a layer whose experts all get as many tokens. 0: off."""
+    balance_loss_form: BalanceForm = key(BalanceForm.batch, idle="balance_loss_coef is 0")
+    """batch: loads over the whole mini-batch and all processes, counted in a forward pass of its own; sequence: of each
+    sequence, as DeepSeek-V3."""
+    z_loss_coef: float = key(0.0, at_least(0))
+    """Weight of the mean square of log(sum(exp(logits))), which keeps routers' logits small. 0: off."""
+    bias_update_rate: float = key(0.0, at_least(0))
+    """Step of the bias of routers that have one (DeepSeek-V3, GLM-4.5), after each update: up for experts with fewer
+    tokens than the mean, down for others. 0: the bias stays as it was loaded."""
+
+    @property
+    def has_losses(self) -> bool:
+        """True where a loss of the routers is added to the policy's."""
+        return self.balance_loss_coef > 0 or self.z_loss_coef > 0
+
+
 @dataclass(kw_only=True, slots=True)
 class PolicyLossConfig(ConfigNode):
     """`actor.policy_loss.*`."""
@@ -174,6 +202,8 @@ class ActorConfig(ConfigNode):
     """Rows whose mean token ratio is above it (1 or more) add nothing to the loss. Null: none is skipped."""
     mask_truncated: bool = False
     """Leave cut-off responses (finish reason length) out of the actor's update; their scores count in the baseline."""
+    router: RouterConfig = section(RouterConfig)
+    """Losses and biases of routers, all off."""
     freeze_vision_tower: bool = False
     """Vision-language models: train the language model alone; the tower then keeps no activations."""
     use_torch_compile: bool = False

@@ -148,6 +148,8 @@ def on_menu(menu: str, *choices: str) -> Range:
     """These names, those that imported code registered under `menu`, and references to code."""
 
     def fix(value: Any) -> str:
+        if str(value).rstrip(":").endswith(".py") or str(value).startswith("pkg://"):
+            return f"it names a file or a module alone; add what it holds behind a colon: {FORMS}"
         names = (*choices, *sorted(registered_names(menu) - set(choices)))
         return f"{_choose(str(value), names)}, or name code of your own: {FORMS} (docs/extending.md)"
 
@@ -157,8 +159,14 @@ def on_menu(menu: str, *choices: str) -> Range:
     return Range(holds, fix, f"{', '.join(choices)}, or code of your own")
 
 
+# What those mean who write these names of whole algorithms, where it is on the menu
+_MEANT = {"ppo": ("gae", "vanilla"), "dapo": ("grpo", "vanilla")}
+
+
 def _choose(value: str, names: tuple[str, ...]) -> str:
-    close = difflib.get_close_matches(value, names, n=1)
+    typed, lower = value.rpartition(".")[2].lower().replace("++", "_plus_plus"), {name.lower(): name for name in names}
+    close = [name for name in _MEANT.get(typed, ()) if name in names]
+    close += [lower[near] for near in difflib.get_close_matches(typed, lower, n=1)]
     return f"{f'Did you mean {close[0]!r}? ' if close else ''}choose one of {', '.join(names)}"
 
 

@@ -9,7 +9,7 @@ sequences over all processes and are divided by the data-parallel size here. doc
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from verl_like.config.actor import ActorConfig, OldLogProbs
 from verl_like.config.algorithm import AlgorithmConfig
@@ -100,6 +100,11 @@ class BatchPlan:
         roles = {role.name: _role_plan(problems, config, role, pools) for role in configs.values()}
         if REF in roles and compares_policies(config):
             problems += _unequal_groups(configs[ACTOR], configs[REF], in_driver=compares_in_driver(config))
+        for teacher in configs.values() if config.distillation.compares else ():
+            if teacher.name.startswith("teacher") and teacher.tensor != configs[ACTOR].tensor:
+                mode, own = config.distillation.distillation_loss.loss_mode, configs[ACTOR]
+                why = f"with loss_mode={mode} it must be {own.tensor_key}={own.tensor}: both read the same rows"
+                problems.append(f"{teacher.tensor_key}={teacher.tensor}: {why}")
         sampling = _pool_with(pools, ROLLOUT)
         replicas = _share(
             problems, sampling, f"{_ROLLOUT}.tensor_model_parallel_size", rollout.tensor_model_parallel_size
@@ -169,6 +174,9 @@ class BatchPlan:
             rows.append(("log-prob micro-batch", str(actor.forward)))
         if REF in self.roles:
             rows.append(("reference micro-batch", str(self.roles[REF].forward)))
+        rows += [
+            (f"{name} micro-batch", str(p.forward)) for name, p in self.roles.items() if name.startswith("teacher")
+        ]
         if critic is not None:
             rows += [
                 ("critic update", critic.update_text),
@@ -220,14 +228,14 @@ def _missing(config: PPOConfig) -> tuple[str, ...]:
     trainer, warnings = config.trainer, []
     if trainer.val_only:
         return ()
-    if trainer.save_freq == -1:
+    if trainer.save_freq == -1 and not trainer.save_each_epoch:
         warnings.append(
             f"nothing will be saved (trainer.save_freq={trainer.save_freq}): the trained weights are lost at the end; "
             "set trainer.save_freq=20, or another number of steps"
         )
     if not config.data.val_files:
         warnings.append("the policy is never validated (data.val_files is empty); set data.val_files")
-    elif trainer.test_freq == -1:
+    elif trainer.test_freq == -1 and not trainer.test_each_epoch:
         when = "validated before the first step only" if trainer.val_before_train else "never validated"
         warnings.append(
             f"the policy is {when} (trainer.test_freq={trainer.test_freq}); set trainer.test_freq=5, or "
@@ -250,6 +258,8 @@ def _role_plan(problems: list[str], config: PPOConfig, role: RoleConfig, pools: 
     pool, prompts, mini = _pool_with(pools, role.name), config.data.train_batch_size, role.mini_batch_prompts
     data_parallel = role.data_parallel(problems, pool.world_size, pool.size_text)
     rules = {name: cut.rule(problems, data_parallel) for name, cut in role.passes.items()}
+    if role.copies:
+        role = replace(role, fsdp=replace(role.fsdp, fsdp_size=max(1, pool.world_size // role.copies)))
     trained = role.optim is not None
     mini_batches = _mini_batches(problems, prompts, f"{role.section}.ppo_mini_batch_size", mini) if trained else 0
     return RolePlan(

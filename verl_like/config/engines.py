@@ -33,6 +33,7 @@ class EngineKind:
     pads_heads: on a CPU it fills up key-value heads that its ranks cannot share evenly.
     quantisations: values of rollout.quantization; unquantised: why there are none, where it could be asked.
     adapter_rank: the largest LoRA rank that it keeps apart from the weights; None: any.
+    adapts_experts: it keeps adapters of experts and routers apart.
     drafts: it can guess tokens ahead (speculative decoding).
     whole_prompts: without chunked prefill max_num_batched_tokens must hold a whole sequence.
     first_apart: the first token of use_fire_sampling is a request of its own.
@@ -60,6 +61,7 @@ class EngineKind:
     quantisations: tuple[str, ...] = ()
     unquantised: str = ""
     adapter_rank: int | None = None
+    adapts_experts: bool = False
     drafts: bool = False
     whole_prompts: bool = False
     first_apart: bool = False
@@ -103,6 +105,7 @@ ENGINES = {
         leaves_device=False,
         tensor_parallel=False,
         quantisations=("int8",),
+        adapts_experts=True,
     ),
     "recorded": EngineKind(recorded=True),
     "openai": EngineKind(endpoint=True),

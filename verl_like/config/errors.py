@@ -1,6 +1,7 @@
 """One error for all problems found, so that a user fixes a command line once."""
 
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -39,14 +40,16 @@ class RunStopped(RuntimeError):
 def raise_if_any(problems: Iterable[str]) -> None:
     """Raise ConfigError with these problems, each once, unless there are none.
 
-    What several checks find is told in the words of the first; a later one may have put a section before its key.
+    What several checks find is told in the words of the first; a later one may have put a section before its key, and
+    several models may take a folder, or a size, from one key.
     """
-    found: list[str] = []
+    found: dict[str, str] = {}
     for problem in problems:
-        if not any(told and problem.endswith(told) for told in found):
-            found.append(problem)
+        words = re.sub(r"^[\w.]+\.(?=(model\.path|ulysses_sequence_parallel_size)=)", "", problem)
+        if not any(told and words.endswith(told) for told in found):
+            found[words] = problem
     if found:
-        raise ConfigError(found)
+        raise ConfigError([*found.values()])
 
 
 def problems_of(*checks: Callable[[], object], prefix: str = "") -> Iterator[str]:

@@ -105,7 +105,7 @@ class ModelConfig(ConfigNode):
     lora: LoraConfig = section(LoraConfig)
     """More of LoRA."""
     target_modules: Any = key("all-linear", idle="lora_rank is 0")
-    """Modules that get LoRA adapters: all-linear, a pattern or a list of names."""
+    """Modules that get LoRA adapters: all-linear (experts and routers too), a pattern or a list of names."""
     exclude_modules: Any = key(None, idle="lora_rank is 0")
     """Modules that get none: a pattern or a list of names."""
 

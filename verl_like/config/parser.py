@@ -44,7 +44,9 @@ class Parser(argparse.ArgumentParser):
         The program ends for an empty name of a file, folder or model, and for one in the home of an unknown user.
         """
         name = action.option_strings[0] if action.option_strings else action.metavar or action.dest
-        named = not action.option_strings and action.dest != "overrides" and action.nargs != argparse.PARSER
+        named = (
+            not action.option_strings and action.dest not in ("key", "overrides") and action.nargs != argparse.PARSER
+        )
         if action.dest in _PLACES or named:
             if not arg_string.strip():
                 self.exit(1, f"error: {name} is empty (a shell variable that is not set?): give it a value\n")

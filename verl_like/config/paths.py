@@ -19,6 +19,8 @@ def model_paths(config: PPOConfig) -> dict[str, str]:
         "reward_model.model.path": reward.model.path if reward.enable else None,
         "reward_model.model.input_tokenizer": reward.model.input_tokenizer if reward.enable else None,
     }
+    teachers = config.distillation.teachers().values()
+    named |= {f"{teacher.place}.model_path": teacher.config.model_path for teacher in teachers}
     keys_by_path: dict[str, str] = {}
     for key, path in named.items():
         if path is not None:

@@ -18,6 +18,7 @@ _ROLLOUT_KEYS = "actor_rollout_ref.rollout"
 _SIZES = (
     *(f"{_ROLLOUT_KEYS}.nnodes", f"{_ROLLOUT_KEYS}.n_gpus_per_node"),
     *("reward_model.nnodes", "reward_model.n_gpus_per_node"),
+    *("distillation.nnodes", "distillation.n_gpus_per_node"),
 )
 _LORA_OR_KL = ("actor_rollout_ref.model.lora_rank", "algorithm.kl_penalty", "actor_rollout_ref.actor.kl_loss_type")
 
@@ -60,7 +61,11 @@ def _others(config: PPOConfig) -> list[Pool]:
         pools.append(Pool(name=ROLLOUT, roles=(ROLLOUT,), **sizes, keys=_SIZES[:2]))
     if reward.enable and reward.enable_resource_pool:
         sizes = {"nnodes": reward.nnodes, "ranks_per_node": reward.n_gpus_per_node}
-        pools.append(Pool(name=REWARD, roles=(REWARD,), **sizes, keys=_SIZES[2:]))
+        pools.append(Pool(name=REWARD, roles=(REWARD,), **sizes, keys=_SIZES[2:4]))
+    distillation = config.distillation
+    if distillation.nnodes and (teachers := tuple(n for n, each in distillation.teachers().items() if each.local)):
+        sizes = {"nnodes": distillation.nnodes, "ranks_per_node": distillation.n_gpus_per_node}
+        pools.append(Pool(name="teacher", roles=teachers, **sizes, keys=_SIZES[4:]))
     return pools
 
 
@@ -86,7 +91,10 @@ def samples_alone(config: PPOConfig) -> bool:
     return any(pool.roles == (ROLLOUT,) for pool in _others(config))
 
 
-POOL_KEYS = ("trainer.placement", "actor_rollout_ref.hybrid_engine", "reward_model.enable_resource_pool")
+POOL_KEYS = (
+    *("trainer.placement", "actor_rollout_ref.hybrid_engine", "reward_model.enable_resource_pool"),
+    "distillation.nnodes",
+)
 
 
 def pools_by(config: PPOConfig) -> list[str]:
@@ -95,11 +103,12 @@ def pools_by(config: PPOConfig) -> list[str]:
         config.trainer.placement,
         not config.actor_rollout_ref.hybrid_engine,
         config.reward_model.enable_resource_pool,
+        config.distillation.enabled and config.distillation.nnodes,
     )
     return [key for key, asked in zip(POOL_KEYS, asks, strict=True) if asked]
 
 
-@rule(*POOL_KEYS, *_SIZES)
+@rule(*POOL_KEYS, *(key for key in _SIZES if key not in POOL_KEYS))
 def roles_have_one_pool(config: PPOConfig) -> Findings:
     """A pool has a name and processes, and a role is in one of them; the actor stays in the main pool."""
     named, others = named_pools(config.trainer.placement), _others(config)
@@ -109,7 +118,7 @@ def roles_have_one_pool(config: PPOConfig) -> Findings:
             fix = f"choose among {', '.join(movable)}; the actor stays in the pool {MAIN_POOL}"
             yield ("trainer.placement",), f"{role} in the pool {name}: {fix}"
     for pool in (pool for pool in others if pool.world_size < 1):
-        yield pool.keys, f"the pool of {', '.join(pool.roles)} needs both sizes above 0"
+        yield pool.keys, f"the pool of {', '.join(pool.roles)} needs both sizes above 0 ({', '.join(pools_by(config))})"
     pools = [*(pool for pool in named if pool.name == MAIN_POOL), *others]
     names = [pool.name for pool in pools]
     for name in dict.fromkeys(name for name in names if names.count(name) > 1):
@@ -118,6 +127,8 @@ def roles_have_one_pool(config: PPOConfig) -> Findings:
     for role in dict.fromkeys(role for pool in pools for role in pool.roles):
         if len(names := [pool.name for pool in pools if role in pool.roles]) > 1:
             short = "hybrid_engine=false (rollout) and enable_resource_pool (reward) out where a pool names the role"
+            if role.startswith("teacher"):
+                short = "distillation.nnodes at 0"
             fix = f"name it in one of trainer.placement, and leave {short}"
             yield pools_by(config), f"{role} is in the pools {', '.join(names)}: {fix}"
 

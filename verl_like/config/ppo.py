@@ -8,10 +8,12 @@ from verl_like.config.asynchronous import AsyncTrainingConfig
 from verl_like.config.base import ConfigNode, section
 from verl_like.config.critic import CriticConfig
 from verl_like.config.data import DataConfig
+from verl_like.config.distillation import DistillationConfig
 from verl_like.config.environments import EnvConfig
 from verl_like.config.model import ModelConfig
 from verl_like.config.reward import CustomRewardFunctionConfig, RewardModelConfig
 from verl_like.config.rollout import RolloutConfig
+from verl_like.config.sft import SFTConfig
 from verl_like.config.trainer import RayInitConfig, TrainerConfig
 
 
@@ -48,8 +50,12 @@ class PPOConfig(ConfigNode):
     """A reward function of the user's."""
     algorithm: AlgorithmConfig = section(AlgorithmConfig)
     """Advantages and KL."""
+    distillation: DistillationConfig = section(DistillationConfig, idle="distillation.enabled is false")
+    """Teachers."""
     env: EnvConfig = section(EnvConfig, idle="env.train.tags is empty")
     """Environments in place of prompts."""
+    sft: SFTConfig = section(SFTConfig, idle="trainer.objective is not sft")
+    """Answers that the data hold, in place of sampled ones."""
     trainer: TrainerConfig = section(TrainerConfig)
     """The run."""
     async_training: AsyncTrainingConfig = section(AsyncTrainingConfig, idle="trainer.mode is sync")

@@ -7,12 +7,13 @@ how its updates walk over the rows. The rollout engine is a role too, but no mod
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from verl_like.config.actor import ActorConfig
+from verl_like.config.actor import ActorConfig, RouterConfig
 from verl_like.config.algorithm import AlgorithmConfig
 from verl_like.config.critic import CriticConfig
+from verl_like.config.distillation import TeacherModelConfig
 from verl_like.config.fsdp import FSDPConfig
 from verl_like.config.micro_batches import Cut, cuts
 from verl_like.config.model import ModelConfig
@@ -38,6 +39,7 @@ class RoleConfig:
     ulysses: int = 1  # [processes] that share one sequence
     compile_blocks: bool = False
     freeze_vision_tower: bool = False
+    router: RouterConfig = field(default_factory=RouterConfig)
     entropy_in_chunks: bool = False
     recompute_entropy: bool = False
     optim: OptimConfig | None = None
@@ -50,19 +52,27 @@ class RoleConfig:
     model_section: str = "actor_rollout_ref.model"
     passes: Mapping[str, Cut] = field(default_factory=dict)  # "update", "forward"
     is_base_of_actor: bool = False  # LoRA: the reference is the actor without its adapters, and has no engine
+    copies: int = 0  # of its weights in its pool; 0: as fsdp.fsdp_size says
+    keys: Mapping[str, str] = field(default_factory=dict)  # "path", "sharding", "ulysses", "tensor": others
+
+    @property
+    def path_key(self) -> str:
+        return self.keys.get("path") or f"{self.model_section}.path"
 
     @property
     def sharding_section(self) -> str:
         """Section with the keys of `fsdp`."""
-        return f"{self.section if self.kind == 'policy' else self.model_section}.fsdp_config"
+        return (
+            self.keys.get("sharding") or f"{self.section if self.kind == 'policy' else self.model_section}.fsdp_config"
+        )
 
     @property
     def ulysses_key(self) -> str:
-        return f"{self.section}.{_ULYSSES}"
+        return self.keys.get("ulysses") or f"{self.section}.{_ULYSSES}"
 
     @property
     def tensor_key(self) -> str:
-        return f"{self.sharding_section}.tensor_parallel_size"
+        return self.keys.get("tensor") or f"{self.sharding_section}.tensor_parallel_size"
 
     @property
     def tensor(self) -> int:
@@ -84,6 +94,9 @@ class RoleConfig:
                 f"{self.tensor_key}={self.tensor} does not divide {self.sharding_section}.fsdp_size="
                 f"{self.fsdp.fsdp_size}: the processes with one copy of the model are whole tensor-parallel groups"
             )
+        if self.copies and (processes % self.copies or processes // self.copies % self.tensor):
+            each = f"{processes_text}, in groups of {self.tensor_key}={self.tensor}"
+            problems.append(f"{self.section}.num_replicas={self.copies}: must divide the number of processes ({each})")
         return max(1, processes // self.ranks_per_row)
 
 
@@ -95,7 +108,7 @@ def roles_of(config: PPOConfig) -> dict[str, RoleConfig]:
         CRITIC: needs_critic(config.critic, config.algorithm),
         REWARD: classifies(config.reward_model, config.custom_reward_function),
     }
-    return {name: role for name, role in every_role(config).items() if needed[name]}
+    return {name: role for name, role in every_role(config).items() if needed.get(name, True)}
 
 
 def generates(reward: RewardModelConfig, custom: CustomRewardFunctionConfig) -> bool:
@@ -119,11 +132,13 @@ def hosted_roles(config: PPOConfig) -> tuple[str, ...]:
 def every_role(config: PPOConfig) -> dict[str, RoleConfig]:
     """All roles there can be, those that the run lacks as well."""
     passes = cuts(config)
+    teachers = {name: each for name, each in config.distillation.teachers().items() if each.local}
     return {
         ACTOR: _actor(config, passes[ACTOR]),
         REF: _reference(config, passes[REF]),
         CRITIC: _critic(config.critic, passes[CRITIC]),
         REWARD: _reward(config.reward_model, passes[REWARD]),
+        **{n: _teacher(config, n, each.config, each.place, passes[ACTOR]["forward"]) for n, each in teachers.items()},
     }
 
 
@@ -157,6 +172,7 @@ def _actor(config: PPOConfig, passes: Mapping[str, Cut]) -> RoleConfig:
         ulysses=actor.ulysses_sequence_parallel_size,
         compile_blocks=actor.use_torch_compile,
         freeze_vision_tower=actor.freeze_vision_tower,
+        router=actor.router,
         entropy_in_chunks=actor.entropy_from_logits_with_chunking,
         recompute_entropy=actor.entropy_checkpointing,
         optim=actor.optim,
@@ -183,6 +199,31 @@ def _reference(config: PPOConfig, passes: Mapping[str, Cut]) -> RoleConfig:
         section="actor_rollout_ref.actor" if lora else "actor_rollout_ref.ref",
         passes=passes,
         is_base_of_actor=lora,
+    )
+
+
+def _teacher(config: PPOConfig, name: str, teacher: TeacherModelConfig, place: str, passes: Cut) -> RoleConfig:
+    """A teacher: cut as the actor's pass for old log-probs, unless it has a token budget of its own."""
+    policy, own = config.actor_rollout_ref, teacher.inference
+    if own.max_num_batched_tokens is not None:
+        key = f"{place}.inference.max_num_batched_tokens"
+        passes = replace(passes, dynamic=True, budget_key=key, budget=own.max_num_batched_tokens)
+    path, tensor = teacher.model_path or "", own.tensor_model_parallel_size
+    return RoleConfig(
+        name=name,
+        model=replace(policy.model, path=path, override_config={}, lora_rank=0, lora_adapter_path=None),
+        fsdp=FSDPConfig(dtype=own.dtype, tensor_parallel_size=tensor, param_offload=own.free_cache_engine),
+        ulysses=policy.actor.ulysses_sequence_parallel_size,
+        copies=teacher.num_replicas,
+        section=place,
+        model_section=f"{place}.model",
+        passes={"forward": passes},
+        keys={
+            "path": f"{place}.model_path",
+            "sharding": f"{place}.inference",
+            "ulysses": f"actor_rollout_ref.actor.{_ULYSSES}",
+            "tensor": f"{place}.inference.tensor_model_parallel_size",
+        },
     )
 
 

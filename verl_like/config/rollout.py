@@ -356,7 +356,8 @@ class RolloutConfig(ConfigNode):
         not_both(self, "log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu")
         needed = self.prompt_length + self.response_length
         fits = self.max_model_len is None or self.max_model_len >= needed
-        fix = f"must hold prompt_length + response_length = {needed}, or be null"
+        keys = "prompt_length + response_length (data.max_prompt_length + data.max_response_length)"
+        fix = f"must hold {keys} = {needed}, or be null"
         require(fits, "max_model_len", self.max_model_len, fix)
 
     @property

@@ -115,13 +115,13 @@ def suggest(path: str) -> str:
     """
     section, _, name = path.rpartition(".")
     misspelt = _misspelt(path) if section else None
-    whole = _ending(path) if section else None
+    whole = _ending(path) or _below(section, name) if section else None
     if misspelt is not None and misspelt.endswith(f".{name}"):  # only the section is misspelt
         whole = whole or misspelt
     foreign = None if whole else _foreign(path.split("."))
-    if foreign is not None:
-        return f"; {foreign}"
     nearest = whole or misspelt or _nearest(section, name)
+    if foreign is not None and not ("no counterpart" in foreign and (nearest or "").endswith(f".{path}")):
+        return f"; {foreign}"
     return f"; did you mean {nearest}?" if nearest else "; docs/configuration.md lists all keys"
 
 
@@ -158,15 +158,18 @@ _GENERIC = (
 )  # fmt: skip
 
 
+def _below(section: str, name: str) -> str | None:
+    """The key of this name in a subsection."""
+    below = [key for key in keys() if key.startswith(f"{section}.") and key.endswith(f".{name}")]
+    return below[0] if below and (len(below) == 1 or name not in _GENERIC) else None
+
+
 def _nearest(section: str, name: str) -> str | None:
-    """Tried in order: the beginning was left out, a key of a subsection, part of a name, a key elsewhere."""
+    """Tried in order: the beginning was left out, part of a name, a key elsewhere."""
     siblings = {key.rpartition(".")[2]: key for key in (*keys(), *sections()) if key.rpartition(".")[0] == section}
     same_name = [key for key in keys() if key.rpartition(".")[2] == name]
-    below = [key for key in same_name if key.startswith(section + ".")]
     if not section:
         return _ending(name) or next(iter(difflib.get_close_matches(name, siblings, n=1, cutoff=0.7)), None)
-    if below and (len(below) == 1 or name not in _GENERIC):
-        return below[0]
     longer = [key for known, key in siblings.items() if len(name) > 3 and name in known]
     if name in _GENERIC:
         return None

@@ -71,6 +71,9 @@ class TrainerConfig(ConfigNode):
     """Project of the experiment trackers."""
     experiment_name: str = "gsm8k"
     """Name of the run."""
+    objective: str = key("rl", one_of("rl", "sft"))
+    """What is trained: rl, answers that the policy samples and rewards judge; sft, answers that the data hold (sft.*,
+    `verl-like sft`)."""
     seed: int = key(1, at_least(0))
     """Seed of everything random: initialisation, sampling of tokens, order of prompts."""
     full_determinism: bool = False
@@ -130,6 +133,10 @@ class TrainerConfig(ConfigNode):
     interrupted."""
     test_freq: int | None = key(None, minus_one_or_positive(), unit="steps")
     """Validate every so many steps, and after the last. Null: after the last; -1: never during training."""
+    save_each_epoch: bool = False
+    """Save a checkpoint after each epoch too."""
+    test_each_epoch: bool = False
+    """Validate after each epoch too."""
     val_before_train: bool = True
     """Validate before the first step."""
     val_only: bool = False

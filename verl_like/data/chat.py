@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
+from jinja2 import TemplateSyntaxError
+
 from verl_like.config import SpelledTokens, Truncation
 from verl_like.models.special_tokens import SpecialTokens
 from verl_like.text import whole
@@ -168,6 +170,16 @@ class PromptEncoder:
             logger.warning("the tokenizer has no chat template: the text of each user message is the prompt as it is")
             self._warned = True
         return messages[0]["content"]
+
+
+def check_template(tokenizer: Any, key: str) -> None:
+    """Raise ValueError, naming `key`, where the tokenizer's own chat template is no Jinja."""
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
+    except Exception as error:  # there may be none, or it wants another conversation
+        if isinstance(error, TemplateSyntaxError):
+            what = f"its chat template is no Jinja: line {error.lineno}: {error.message}"
+            raise ValueError(f"{key}: {what}; correct it, or set data.chat_template to another") from error
 
 
 def truncate(ids: list[int], limit: int, how: Truncation, place: str) -> list[int]:

@@ -11,7 +11,7 @@ import logging
 import time
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -92,6 +92,7 @@ class PromptDataset:
         extra_info.tool_selection names, where a row has it.
     vision: processor of a model that reads images.
     limit_images: most images of one prompt.
+    columns: further ones that a derived class reads, answers for instance.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class PromptDataset:
         tools: Sequence[dict[str, Any]] = (),
         vision: VisionProcessor | None = None,
         limit_images: int | None = None,
+        columns: Collection[str] = (),
     ) -> None:
         if split not in _SPLITS:
             raise ValueError(f"split must be one of {_SPLITS}, not {split!r}")
@@ -112,7 +114,7 @@ class PromptDataset:
         self._vision, self._limit_images = vision, limit_images
         self.encoder = make_encoder(data, tokenizer)
         self.system_prompt = whole_of(find_system_prompt(data.system_prompt), "data.system_prompt")
-        self.files: list[DataFile] = read_files(files, data, key=f"data.{split}_files")
+        self.files: list[DataFile] = read_files(files, data, key=f"data.{split}_files", more=columns)
         self._media_keys = {kind: key for kind, key in (("image", data.image_key), ("video", data.video_key)) if key}
         self._media = [media_columns(file.path, file.rows, self._media_keys) for file in self.files]
         self._ends = list(itertools.accumulate(len(file.rows) for file in self.files))

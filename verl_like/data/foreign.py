@@ -17,21 +17,21 @@ from verl_like.config import DataConfig
 from verl_like.config.paths import Files, named_files
 from verl_like.data.chat import truncate
 from verl_like.data.dataset import Dataset, PromptDataset, make_encoder, source_of
-from verl_like.data.reading import dictionary_of, ground_truth_of, prompt_column, style_of, to_messages
+from verl_like.data.reading import dictionary_of, ground_truth_of, prompt_column, read_files, style_of, to_messages
 from verl_like.data.rows import whole_of
 from verl_like.data.storage import localize
 from verl_like.models.vision import VisionProcessor
 from verl_like.user_code import check_call, load_class
 
 logger = logging.getLogger(__name__)
+_KEYS = {"path_key": "data.custom_cls.path", "name_key": "data.custom_cls.name"}
 
 
 def build_custom(
     data: DataConfig, files: Files, tokenizer: Any, *, split: str, seed: int, tools: Sequence[dict[str, Any]] = ()
 ) -> Dataset:
     """The class of data.custom_cls, constructed as PromptDataset is, or as verl does and wrapped."""
-    keys = {"path_key": "data.custom_cls.path", "name_key": "data.custom_cls.name"}
-    cls = load_class(str(data.custom_cls.path), data.custom_cls.name, **keys)
+    cls = load_class(str(data.custom_cls.path), data.custom_cls.name, **_KEYS)
     if issubclass(cls, PromptDataset):
         keywords: dict[str, Any] = {"split": split, "seed": seed, **data.custom_cls.kwargs}
         keywords |= {"tools": tools} if tools else {}
@@ -67,6 +67,14 @@ def build_dataset(
         options = {"vision": vision, "limit_images": limit_images}
         return PromptDataset(data, files, tokenizer, split=split, seed=seed, tools=tools, **options)
     return build_custom(data, files, tokenizer, split=split, seed=seed, tools=tools)
+
+
+def check_files(data: DataConfig, files: Files, split: str) -> None:
+    """Check what of a data set needs no tokenizer: its files, or its class. Raises ValueError."""
+    if data.custom_cls.path is None:
+        read_files(files, data, key=f"data.{split}_files")
+    else:
+        load_class(data.custom_cls.path, data.custom_cls.name, **_KEYS)
 
 
 class AttributeDict(dict[str, Any]):

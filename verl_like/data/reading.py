@@ -10,7 +10,7 @@ import difflib
 import hashlib
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,25 +56,32 @@ class DataFile:
         return {"name": self.path.name, "bytes": self.size, "rows": len(self.rows), "digest": self.digest}
 
 
-def read_files(files: Files, data: DataConfig, *, key: str) -> list[DataFile]:
-    """Read and check all files. `key` is the configuration key they come from, for messages."""
+def read_files(files: Files, data: DataConfig, *, key: str, more: Collection[str] = ()) -> list[DataFile]:
+    """Read and check all files.
+
+    Args:
+        files: named or not.
+        data: which columns are meant.
+        key: the configuration key they come from, for messages.
+        more: further columns, of rows that hold their answers; a reference answer is not missed then.
+    """
     named = named_files(files)
     if not named:
         raise ValueError(f"{key} is empty: name at least one file ({known()})")
-    return [_read_file(path, name, data, key) for name, path in named]
+    return [_read_file(path, name, data, key, more) for name, path in named]
 
 
-def _read_file(location: str, name: str, data: DataConfig, key: str) -> DataFile:
+def _read_file(location: str, name: str, data: DataConfig, key: str, more: Collection[str]) -> DataFile:
     if problem := file_problem(key, location):
         raise ValueError(problem)
     path = localize(location, cache_dir=data.cache_dir, use_shm=data.use_shm, key=key)
     try:
-        rows = read_rows(path, _wanted(data))
+        rows = read_rows(path, {*_wanted(data), *more})
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from error
     if len(rows) == 0:
         raise ValueError(f"{key}: {path} is empty: it has no rows")
-    _check_columns(path, rows.columns, data)
+    _check_columns(path, rows.columns, data, answered=bool(more))
     return DataFile(path=path, rows=rows, size=path.stat().st_size, digest=_digest(path), name=name)
 
 
@@ -90,7 +97,7 @@ def prompt_column(data: DataConfig) -> tuple[str, str]:
     return data.prompt_key, "data.prompt_key"
 
 
-def _check_columns(path: Path, columns: list[str], data: DataConfig) -> None:
+def _check_columns(path: Path, columns: list[str], data: DataConfig, *, answered: bool) -> None:
     column, key = prompt_column(data)
     if column not in columns:
         hint = " or data.messages_key=messages" if "messages" in columns and key == "data.prompt_key" else ""
@@ -106,7 +113,7 @@ def _check_columns(path: Path, columns: list[str], data: DataConfig) -> None:
             raise ValueError(f"{_missing(path, name, columns)}. Set data.{setting} to a column of the file, or to null")
     if data.reward_fn_key not in columns:
         _no_data_source(path, columns, data)
-    if data.ground_truth_key is None and not set(_GROUND_TRUTH_COLUMNS) & set(columns):
+    if not answered and data.ground_truth_key is None and not set(_GROUND_TRUTH_COLUMNS) & set(columns):
         logger.warning(
             "%s has no column 'reward_model': the ground_truth of every row is None. Set data.ground_truth_key to the "
             "column with the reference answers, if there is one (it has: %s)",

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from verl_like.batch import Metric
+from verl_like.models.checkpoint_names import is_router_bias
 
 
 class ExpertLoad:
@@ -25,6 +26,7 @@ class ExpertLoad:
     def __init__(self, layers: list[nn.Module], num_experts: int, device: torch.device) -> None:
         self._counts_LE = torch.zeros(len(layers), num_experts, dtype=torch.int64, device=device)
         self._counting = False
+        self._biases: list[tuple[nn.Module, str]] = []  # of each layer: its owner, and its name there
         for index, layer in enumerate(layers):
             layer.register_forward_pre_hook(self._hook(index))
 
@@ -34,8 +36,30 @@ class ExpertLoad:
 
         None for a dense model, and for one whose experts are not called as transformers' shared ones are.
         """
-        layers = [module for module in model.modules() if {"gate_up_proj", "down_proj"} <= module._parameters.keys()]
-        return cls(layers, num_experts, device) if layers and num_experts else None
+        stacks = {"gate_up_proj", "down_proj"}
+        layers = {name: part for name, part in model.named_modules() if stacks <= part._parameters.keys()}
+        if not layers or not num_experts:
+            return None
+        load = cls([*layers.values()], num_experts, device)
+        for name in layers:
+            for owner in model.get_submodule(name.rpartition(".")[0]).modules():
+                load._biases += [(owner, leaf) for leaf in owner._buffers if is_router_bias(leaf)]
+        return load
+
+    @property
+    def has_biases(self) -> bool:
+        """True where a bias corrects the choice of experts in every layer that is counted."""
+        return len(self._biases) == len(self._counts_LE)
+
+    @torch.no_grad()
+    def correct_biases(self, rate: float) -> None:
+        """Move each bias by `rate`, up where an expert had fewer tokens than the mean, down where more.
+
+        Counts are those of the last `counted` pass. Source: arXiv 2408.15664, algorithm 1.
+        """
+        for (owner, leaf), count_E in zip(self._biases, self._counts_LE.double(), strict=True):
+            bias_E = owner.get_buffer(leaf)
+            bias_E += rate * (count_E.mean() - count_E).sign().to(bias_E)
 
     @contextmanager
     def counted(self) -> Iterator[dict[str, Metric]]:
@@ -47,9 +71,8 @@ class ExpertLoad:
             yield found
         finally:
             self._counting = False
-        counts_LE = self._counts_LE.clone()
-        dist.all_reduce(counts_LE)
-        found |= load_metrics(counts_LE.cpu())
+        dist.all_reduce(self._counts_LE)
+        found |= load_metrics(self._counts_LE.cpu())
 
     def _hook(self, index: int) -> Any:
         @torch.compiler.disable

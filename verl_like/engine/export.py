@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from verl_like.engine.train_engine import WeightForm
-from verl_like.models.checkpoint_names import CheckpointNames
+from verl_like.models.checkpoint_names import CheckpointNames, sent_as
 from verl_like.models.heads import HF_PREFIX
 from verl_like.models.lora import Adapters
+from verl_like.models.lora_experts import base_name
 from verl_like.parallel.checksum import Slice, as_matrix, checksum, checksum_of, values_of
 from verl_like.parallel.fsdp import Sharding
+from verl_like.parallel.sharding import saved_buffers
 
 
 class WeightExport:
@@ -56,7 +58,8 @@ class WeightExport:
         if form == "adapters":
             return self._of_adapters(form).shapes()
         if self._base_names is None:
-            named = ((name.removeprefix(HF_PREFIX), p) for name, p in self._build_meta().named_parameters())
+            whole = self._build_meta()
+            named = ((n.removeprefix(HF_PREFIX), t) for n, t in (*whole.named_parameters(), *saved_buffers(whole)))
             self._base_names = {name: tensor.shape for name, tensor in self._as_stored(named)}
         return dict(self._base_names) if form == "merged" else self._base_names | self._of_adapters(form).shapes()
 
@@ -80,7 +83,7 @@ class WeightExport:
                 ((_, values),) = self._of_adapters(form).scaled([(name, part.values.float())])
             else:
                 values = part.values
-            cast = replace(part, values=values.to(dtype))
+            cast = replace(part, values=values.to(sent_as(name, dtype)))
             for stored, piece in [(name, cast)] if name in shapes else self._cut(name, shape, cast):
                 sums.setdefault(stored, []).append(checksum_of(piece))
         names = [*self.names(form), *(shapes if form == "merged" else {})]
@@ -97,13 +100,13 @@ class WeightExport:
     def _merged(self, dtype: torch.dtype, found: dict[str, int]) -> dict[str, int]:
         """Return `found` with the checksums of adapted weights in place of those of base weights and adapters."""
         adapters = self._of_adapters("merged")
-        adapted, shapes = {f"{name}.weight" for name in adapters.names}, adapters.shapes()
+        adapted, shapes = {base_name(name) for name in adapters.names}, adapters.shapes()
         gathered: dict[str, Tensor] = {}
 
         def watched() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in self._full(dtype, lambda name: name in adapted or name in shapes):
-                stored = name if name in shapes else next(self._stored.views(name, tensor))[0]
-                gathered[stored] = checksum(tensor)
+                for stored, part in [(name, tensor)] if name in shapes else self._stored.views(name, tensor):
+                    gathered[stored] = checksum(part)
                 yield name, tensor
 
         merged = {name: checksum(tensor) for name, tensor in self._as_stored(adapters.merged(watched()))}

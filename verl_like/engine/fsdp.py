@@ -6,9 +6,9 @@ import dataclasses
 import hashlib
 import logging
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,11 +19,11 @@ from verl_like.engine.microbatch import Batch, Objective
 from verl_like.engine.optim import Schedule
 from verl_like.engine.rescue import Rescue
 from verl_like.engine.sharded_model import ShardedModel
-from verl_like.engine.train_engine import ENTROPY, FULL_KL, LOG_PROBS, SUM_PI_SQUARED, VALUES, LossFn
-from verl_like.flat_columns import take_rows
+from verl_like.engine.train_engine import CHOSEN, COMPARISONS, ENTROPY, LOG_PROBS, SUM_PI_SQUARED, VALUES, LossFn
+from verl_like.flat_columns import on_rows, take_rows
 from verl_like.models import loading, packing, tensor_plan
 from verl_like.models.fused_linear import Head, Reference
-from verl_like.models.heads import HIDDEN, PolicyModel
+from verl_like.models.heads import HIDDEN, TOP_IDS, TOP_LOG_PROBS, PolicyModel
 from verl_like.parallel import sharding
 from verl_like.parallel.activation_offload import ActivationOffload
 from verl_like.parallel.dist import ProcessInfo
@@ -35,7 +35,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_OFFERS = {"policy": frozenset({LOG_PROBS, ENTROPY, SUM_PI_SQUARED}), "value": frozenset({VALUES})}
+_OFFERS = {
+    "policy": frozenset({LOG_PROBS, ENTROPY, SUM_PI_SQUARED, CHOSEN, TOP_LOG_PROBS, TOP_IDS}),
+    "value": frozenset({VALUES}),
+}
 
 
 class FSDPEngine(ShardedModel):
@@ -62,14 +65,16 @@ class FSDPEngine(ShardedModel):
     ) -> None:
         schedule = None if role.optim is None else Schedule(role.optim, num_schedule_steps)
         super().__init__(role, process, schedule, tokenizer_size, seed)
-        self.shares_prompts = loading.shares_prompts(role.model)
+        losses = self._router_losses is not None  # of a prompt that is there once they would depend on the cut
+        self.shares_prompts = loading.shares_prompts(role.model) and not losses
         self._row_group = self.sharding.tensor_group or sequence_group(role.ulysses)  # ranks that share their rows
         moves = role.optim is not None and role.model.enable_activation_offload and self.device.type == "cuda"
         self._activations = ActivationOffload(self.device) if moves else None
         self._seed, self._updates = seed, 0  # updates since the schedule's last step
         self._rescue = Rescue(self.sharding, alone=process.world_size == 1)
+        self._segments: packing.Segments | None = None  # of the last pass
         self._l2_coeff = 0.0 if role.optim is None else role.optim.l2_coeff
-        self._reference: FSDPEngine | None = None
+        self._references: tuple[FSDPEngine, ...] = ()
         if self.packed:
             checked = (self.sharding.root, self.model, self.hf_config, self.device, self.compute_dtype)
             packing_check.check_packing(*checked, self.sharding.tensor_group, self._vision)
@@ -77,28 +82,34 @@ class FSDPEngine(ShardedModel):
         if role.fsdp.param_offload:
             self.offload(params=True, optimizer=False)
 
-    def attach_reference(self, reference: FSDPEngine) -> None:
-        """Offer "full_kl": the KL divergence of this policy from `reference`, whose weights must not change."""
-        if self.kind != "policy" or reference.kind != "policy":
+    def attach_reference(self, *references: FSDPEngine) -> None:
+        """Offer "full_kl" and "jsd": divergences of this policy from `references`, whose weights must not change.
+
+        Of several each is compared with the rows whose teacher_B is its number.
+        """
+        if {self.kind, *(each.kind for each in references)} != {"policy"}:
             raise ValueError("full_kl compares two policies")
-        self._reference = reference
+        self._references = references
 
     @contextmanager
-    def _comparison(self, want: frozenset[str]) -> Iterator[Head | None]:
-        """Hold the reference on the device, and yield its gathered head, while "full_kl" is wanted.
+    def _comparison(self, want: frozenset[str]) -> Iterator[list[Head]]:
+        """Hold the references on the device, and yield their gathered heads, while a comparison is wanted.
 
-        LoRA: this model's base.
+        LoRA: this model's base, where no reference is attached.
         """
-        if FULL_KL not in want:
-            yield None
+        if not want & COMPARISONS:
+            yield []
             return
-        if self._reference is None:
-            yield self._gathered_head()
+        if not self._references:
+            yield [self._gathered_head()]
             return
-        with self._reference._resident(optimizer=False):
-            self._reference.sharding.root.eval()
-            yield self._reference._gathered_head()
-            self._reference.sharding.reshard()
+        with ExitStack() as stack:
+            for each in self._references:
+                stack.enter_context(each._resident(optimizer=False))
+                each.sharding.root.eval()
+            yield [each._gathered_head() for each in self._references]
+            for each in self._references:
+                each.sharding.reshard()
 
     @torch.no_grad()
     def _gathered_head(self) -> Head:
@@ -117,12 +128,15 @@ class FSDPEngine(ShardedModel):
     ) -> dict[str, Tensor]:
         """Compute per-token outputs without gradients: float32 CPU [T], one for each response token of the rows.
 
+        The likeliest ids, [T, K], are int32.
+
         Args:
             batch: this rank's rows; may be none.
             want: names of outputs. "log_probs", "entropy" and "sum_pi_squared" (sum over the vocabulary of squared
-                probabilities) of a policy, at response_mask (0 elsewhere); "full_kl" (KL to the attached reference over
-                the whole vocabulary) where one is attached; "values" of a value model inside response_length: entry t
-                predicts the state BEFORE response token t.
+                probabilities) of a policy, at response_mask (0 elsewhere); "top_log_probs" and "top_ids" [T, K] of the
+                model's `top_k` likeliest ids; "full_kl" and "jsd" (to the attached reference over the whole vocabulary)
+                where one is attached; "values" of a value model inside response_length: entry t predicts the state
+                BEFORE response token t.
             rule: largest size of a micro-batch.
             temperature: logits are divided by it.
 
@@ -139,7 +153,7 @@ class FSDPEngine(ShardedModel):
                 for part in self._cut(batch, rule):
                     with microbatch.told(part), self._rescue.forward(gathers_alone=self._gathers_alone(other)):
                         answers = self._answers(part and part[1], want, temperature, other)
-                        answers = {name: values.float() for name, values in answers.items()}
+                        answers = {n: v.float() if v.is_floating_point() else v for n, v in answers.items()}
                     if part is not None:
                         order += part[0]
                         for name, parts in found.items():
@@ -154,15 +168,15 @@ class FSDPEngine(ShardedModel):
         joined = {name: torch.cat(parts or [torch.zeros(0)]).cpu() for name, parts in found.items()}
         return {name: take_rows(values_T, length_B[order], back) for name, values_T in joined.items()}
 
-    def _gathers_alone(self, other: Head | None) -> bool:
+    def _gathers_alone(self, others: list[Head]) -> bool:
         """True where FSDP's gathers are the only messages that a forward pass exchanges with other ranks."""
-        return self._row_group is None and other is None and self._vision is None  # ranks count parts of the tower
+        return self._row_group is None and not others and self._vision is None  # ranks count parts of the tower
 
     def _cut(self, batch: Batch, rule: MicroBatchRule) -> list[tuple[list[int], Batch] | None]:
         return microbatch.cut(batch, rule, share_prompts=self.shares_prompts)
 
     def _answers(
-        self, rows: Sequences | None, want: frozenset[str], temperature: float, other: Head | None = None
+        self, rows: Sequences | None, want: frozenset[str], temperature: float, others: Sequence[Head] = ()
     ) -> dict[str, Tensor]:
         """Compute the outputs [T] of one micro-batch's response tokens (collective).
 
@@ -170,17 +184,23 @@ class FSDPEngine(ShardedModel):
             rows: the micro-batch; None where this rank has no rows left: it then runs a placeholder with the others.
             want: names of outputs, as in `forward`.
             temperature: logits are divided by it.
-            other: the reference's head, for "full_kl".
+            others: heads of the references, for "full_kl" and "jsd".
         """
-        inputs = self._model_input(rows)
-        if other is None:
-            values = self.sharding.root(inputs, want, temperature)
-        else:
-            root = (self._reference or self).sharding.root
-            with torch.no_grad(), self.base_model() if self._reference is None else nullcontext():
-                hidden_NH = root(inputs, frozenset({HIDDEN}), temperature)[HIDDEN]
-            reference = Reference(hidden_NH=hidden_NH, head=other)
-            values = self.sharding.root(inputs, want, temperature, reference)
+        inputs, more = self._model_input(rows), dict[str, Any]()
+        self._segments = inputs.segments
+        if CHOSEN in want:
+            more["chosen_NK"] = _of_answers(rows, "teacher_ids_T", inputs, torch.zeros(1, 1)).long()
+        if others:
+            teacher_N, found = None, []
+            if len(others) > 1:
+                teacher_N = _of_answers(rows, "teacher_B", inputs, torch.zeros(1))
+            for number, (engine, head) in enumerate(zip(self._references or (self,), others, strict=True)):
+                with torch.no_grad(), self.base_model() if engine is self else nullcontext():
+                    hidden_NH = engine.sharding.root(inputs, frozenset({HIDDEN}), temperature)[HIDDEN]
+                mine_N = None if teacher_N is None else teacher_N == number
+                found.append(Reference(hidden_NH=hidden_NH, head=head, mine_N=mine_N))
+            more["references"] = tuple(found)
+        values = self.sharding.root(inputs, want, temperature, **more)
         answers = {name: inputs.unpack(values_N) for name, values_N in values.items()}
         group = self._row_group
         return answers if group is None else {name: group.join(answers[name]) for name in sorted(answers)}
@@ -205,8 +225,8 @@ class FSDPEngine(ShardedModel):
         return packing.pack(rows, wanted_T, device, share_prompts=self.shares_prompts, vision=self._vision)
 
     def _check_want(self, want: frozenset[str]) -> None:
-        compares = self.kind == "policy" and (self._reference is not None or self._adapters is not None)
-        offers = _OFFERS[self.kind] | {FULL_KL} if compares else _OFFERS[self.kind]
+        compares = self.kind == "policy" and (self._references or self._adapters is not None)
+        offers = _OFFERS[self.kind] | COMPARISONS if compares else _OFFERS[self.kind]
         if not want <= offers:
             raise ValueError(f"a {self.kind} engine gives {sorted(offers)}, not {sorted(want)}")
 
@@ -279,9 +299,13 @@ class FSDPEngine(ShardedModel):
         self.sharding.root.train()
         with self._comparison(objective.loss_fn.wants) as other:
             self.sharding.drop_gradients()
-            learning, watched = microbatch.set_apart(batch.to("cpu"), without_gradient_B)
+            apart_B = without_gradient_B if self._router_losses is None else None  # routers learn from all rows
+            learning, watched = microbatch.set_apart(batch.to("cpu"), apart_B)
             metrics = self._watch(watched, objective, rule, other)
             parts = self._cut(learning, rule) or [None]  # the collectives of backward must run once at least
+            if self._router_losses is not None:
+                length_B = (learning.num_tokens_B() - 1).clamp(min=1)  # a row's last token has no place in the model
+                self._router_losses.begin(length_B, self._first_pass(parts, objective.temperature))
             sync_every = self.role.fsdp.sync_every_micro_batch and not self.sharding.reduces_once
             for i, part in enumerate(parts):
                 self.sharding.set_gradient_sync(sync_every or i == len(parts) - 1)
@@ -293,8 +317,20 @@ class FSDPEngine(ShardedModel):
             self._loss_scale.undo(self.sharding.parameters())
             return [*metrics, microbatch.fill_metrics(parts, watched, rule, share_prompts=self.shares_prompts)]
 
+    @torch.no_grad()
+    def _first_pass(self, parts: list[tuple[list[int], Experience] | None], temperature: float) -> list[Tensor]:
+        """Count the tokens of each expert before anything learns, where a loss needs it; of each micro-batch [L, E]."""
+        losses, counts = self._router_losses, list[Tensor]()
+        assert losses is not None
+        for part in parts if losses.needs_fractions else ():
+            with microbatch.told(part), self._rescue.forward(gathers_alone=self._gathers_alone([])), losses.noted():
+                self.sharding.root(self._model_input(part and part[1]), frozenset({HIDDEN}), temperature)
+                self._rescue.model_done()
+                counts.append(losses.count() * (part is not None))
+        return counts
+
     def _watch(
-        self, rows: Experience | None, objective: Objective, rule: MicroBatchRule, other: Head | None
+        self, rows: Experience | None, objective: Objective, rule: MicroBatchRule, other: list[Head]
     ) -> list[dict[str, Metric]]:
         """Run forward passes alone, for the metrics of rows without a gradient (collective unless `rows` is None)."""
         if rows is None:
@@ -313,15 +349,19 @@ class FSDPEngine(ShardedModel):
         """Keep the metrics on the first of the ranks that share their rows: all of them compute the same loss."""
         return {} if self._row_group is not None and self._row_group.rank > 0 else metrics
 
-    def _backward(self, rows: Experience | None, objective: Objective, other: Head | None) -> dict[str, Metric]:
+    def _backward(self, rows: Experience | None, objective: Objective, other: list[Head]) -> dict[str, Metric]:
         """Run forward and backward of one micro-batch; without rows a loss of zero through the whole model."""
         with self._rescue.forward(gathers_alone=self._gathers_alone(other)):
-            with nullcontext() if self._activations is None else self._activations.active():
+            noted = nullcontext() if self._router_losses is None else self._router_losses.noted()
+            with noted, nullcontext() if self._activations is None else self._activations.active():
                 outputs = self._answers(rows, objective.loss_fn.wants, objective.temperature, other)
             self._rescue.model_done()
             loss, metrics = self._loss(objective, outputs, rows)
             if not loss.requires_grad:  # it selected no token: the collectives of backward must run all the same
                 loss = loss + microbatch.zero_loss(outputs)
+            if self._router_losses is not None and rows is not None and self._segments is not None:
+                added, found = self._router_losses.of(self._segments)
+                loss, metrics = loss + added, metrics | found
             graph = [self._loss_scale.of(loss)]
             del outputs, loss
         self._rescue.backward(graph)
@@ -359,6 +399,8 @@ class FSDPEngine(ShardedModel):
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             self.optimizer.step()
+            if self.role.router.bias_update_rate > 0 and self._expert_load is not None:
+                self._expert_load.correct_biases(self.role.router.bias_update_rate)
             exact = all(parameter.dtype == torch.float32 for parameter in self.sharding.parameters())
             self.changes = self.changes.after_step(lr=rate, grad_norm=size, exact=exact)
         elif not self._loss_scale.settles:
@@ -366,3 +408,16 @@ class FSDPEngine(ShardedModel):
         skipped = float(not finite and not self._loss_scale.settles and self.process.rank == 0)  # once, not per rank
         metrics = {"grad_norm": Metric(value=size), "lr": Metric(value=rate), **self._loss_scale.stepped(finite)}
         return metrics | {"skipped_steps": Metric(value=skipped, reduction="sum")}
+
+
+def _of_answers(rows: Sequences | None, name: str, inputs: packing.ModelInput, nothing: Tensor) -> Tensor:
+    """Take a column of the rows ([T, ...], or [B] once for each token) where answers are wanted: [N, ...].
+
+    nothing: the answer of a placeholder, without rows.
+    """
+    value = nothing if rows is None else getattr(rows, name)
+    if value is None:
+        raise ValueError(f"the loss needs {name} of the teachers, but the batch has none")
+    if rows is not None and name.endswith("_B"):
+        value = on_rows(value.cpu(), rows.response_length_B.cpu())
+    return value.to(inputs.out_N.device, non_blocking=True)[inputs.out_N]

@@ -16,6 +16,7 @@ from verl_like.engine import state
 from verl_like.engine.expert_load import ExpertLoad
 from verl_like.engine.export import WeightExport
 from verl_like.engine.optim import LossScale, Schedule, build_optimizer
+from verl_like.engine.router_losses import RouterLosses, check_router
 from verl_like.engine.state import BackgroundWriter, Part
 from verl_like.engine.train_engine import WeightChanges, WeightForm
 from verl_like.heartbeat import advance
@@ -57,6 +58,10 @@ class ShardedModel:
         self._expert_load: ExpertLoad | None = None
         if optim is not None and self.packed and not role.compile_blocks:  # a count would break compiled layers in two
             self._expert_load = ExpertLoad.of(self.model, num_experts(self.hf_config), self.device)
+        check_router(self.model.hf, role.router)
+        self._router_losses: RouterLosses | None = None
+        if optim is not None and role.router.has_losses:
+            self._router_losses = RouterLosses(self.model.hf, role.router, self.device)
         self.sharding = self._shard()
         whole = partial(loading.build_meta_model, model, self.hf_config, kind=role.kind)
         self._export = WeightExport(self.sharding, self._adapters, self._stored, whole)
@@ -106,6 +111,11 @@ class ShardedModel:
             device=self.device,
             tensor=tensor_plan.tensor_plan(self.model, self.hf_config, self.role.tensor),
         )
+
+    @property
+    def adapters(self) -> lora.Adapters | None:
+        """Adapters of LoRA; None where all weights are trained."""
+        return self._adapters
 
     @contextmanager
     def base_model(self) -> Iterator[None]:

@@ -14,7 +14,8 @@ from torch import Tensor
 from verl_like.batch import Denominators, Experience, Metric
 
 LOG_PROBS, ENTROPY, SUM_PI_SQUARED, VALUES = "log_probs", "entropy", "sum_pi_squared", "values"
-FULL_KL = "full_kl"
+FULL_KL, JSD, CHOSEN = "full_kl", "jsd", "chosen_log_probs"
+COMPARISONS = frozenset({FULL_KL, JSD})  # with another model, over the whole vocabulary
 
 WeightForm = Literal["merged", "apart", "adapters"]
 """Forms in which weights leave an engine with LoRA: adapters added into the weights they adapt ("merged"; without LoRA

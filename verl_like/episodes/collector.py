@@ -83,7 +83,7 @@ class Collector:
     def next_batch(self, step: int) -> tuple[Rollouts, PendingBatch]:
         """The step's rollouts and their scores, which may still be computed.
 
-        Raises RolloutError, RewardError, and ValueError where dynamic sampling finds too few groups.
+        Raises RolloutError, RewardError, and RunStopped where dynamic sampling finds too few groups.
         """
         groups = self._take(step)
         self._metrics = dict(self._source.metrics)

@@ -87,15 +87,17 @@ class Judge:
         self._rewards.require_enough([scores], step=self.step)
 
     def gave_up(self) -> str:
-        """Say why the batch cannot be filled."""
-        data, rules, judged = self._config.data, self.rules, self.seen
+        """Say why the batch cannot be filled, and which values would help."""
+        data, rules, judged, n = self._config.data, self.rules, self.seen, self._config.actor_rollout_ref.rollout.n
         values = [value for scores in judged for value in scores.score_B[scores.valid_B].tolist()]
+        draws, most = math.ceil(len(judged) / self.per_draw), rules.max_num_gen_batches
+        enough = math.ceil(draws * data.train_batch_size / max(self.num_kept, 1))  # at the rate so far
+        more = f"algorithm.filter_groups.max_num_gen_batches={enough} (now {most}) or " if most else ""
         return (
-            f"step {self.step}: {math.ceil(len(judged) / self.per_draw)} draws ({len(judged)} prompts, mean score "
+            f"step {self.step}: {draws} draws ({len(judged)} prompts, mean score "
             f"{sum(values) / max(len(values), 1):.3g}) gave {self.num_kept} groups with a signal, but "
             f"data.train_batch_size={data.train_batch_size} are needed. The prompts are too easy or too hard for this "
             f"model, or algorithm.filter_groups asks for too much (metric={rules.metric}, range={rules.range}, "
-            f"std_threshold={rules.std_threshold}). Raise algorithm.filter_groups.max_num_gen_batches="
-            f"{rules.max_num_gen_batches}, data.gen_batch_size={self.per_draw} or actor_rollout_ref.rollout.n, or keep "
+            f"std_threshold={rules.std_threshold}). Set {more}actor_rollout_ref.rollout.n={2 * n} (now {n}), or keep "
             "and mask such groups: algorithm.filter_groups.resample=false"
         )

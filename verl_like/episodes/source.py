@@ -27,6 +27,7 @@ from typing import Any
 from verl_like.batch import Prompt, Scores
 from verl_like.config import PPOConfig
 from verl_like.config.batch_plan import draws_until_full, prompts_in_flight
+from verl_like.config.errors import RunStopped
 from verl_like.data.loader import PromptLoader
 from verl_like.episodes import partial_responses
 from verl_like.episodes.answering import Answering, Collection, Group
@@ -240,7 +241,7 @@ class Source:
         batch = self._order.batch(self.version or 0)
         if batch is None and self._judge is not None and self._order.exhausted():
             self._judge.require_enough()
-            raise ValueError(self._judge.gave_up())
+            raise RunStopped(self._judge.gave_up())
         return batch
 
     def _wave_has_ended(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
@@ -15,10 +16,18 @@ from verl_like.config.menus import ESTIMATORS, KL_KINDS, LOSSES, Choice
 from verl_like.config.names import VERL, Row, foreign_names_of, table
 from verl_like.config.rules import all_rules, idle_lines
 from verl_like.config.schema import Key, find_key, get_value, keys, sections, suggest
-from verl_like.config.spellings import deprecated, newer_than_here, no_effect, renamed, says_nothing, without_effect
+from verl_like.config.spellings import (
+    deprecated,
+    newer_than_here,
+    no_effect,
+    not_yet,
+    renamed,
+    says_nothing,
+    without_effect,
+)
 from verl_like.kit.docs.readers import readers
 from verl_like.observe.redaction import redacted_tree
-from verl_like.trainer.compose import compose_tree, followers_of, to_config
+from verl_like.trainer.compose import CONFIG_DIR, compose_tree, followers_of, to_config
 
 Rows = list[tuple[str, str]]
 _MENUS: dict[str, Mapping[str, Choice]] = {
@@ -30,7 +39,13 @@ _MENUS: dict[str, Mapping[str, Choice]] = {
 
 
 def explain(name: str, overrides: Sequence[str] = (), yaml_files: Sequence[Path] = ()) -> Rows:
-    """(what, text) about a key, or about each key of a section. ConfigError for a name that is neither."""
+    """(what, text) about a key, each key of a section, a preset, an estimator or a loss.
+
+    name: as on a command line: `+`, `~` and `=VALUE` may be there. ConfigError for a name that is none of these.
+    """
+    if chosen := [*_chosen(name)]:
+        return chosen
+    name = name.partition("=")[0].lstrip("+~").rstrip(".")
     why = says_nothing(name)
     if why is not None:
         return [(name, f"accepted and left out: {why}")]
@@ -61,6 +76,23 @@ def explain(name: str, overrides: Sequence[str] = (), yaml_files: Sequence[Path]
     return [*rows, ("beside it", _siblings(key.path))]
 
 
+def _chosen(name: str) -> Iterator[tuple[str, str]]:
+    """Yield what is known of a preset, or of a value of a menu: behind its key, or alone."""
+    key, _, value = name.rpartition("=")
+    for file in sorted((CONFIG_DIR / "preset").glob("*.yaml")) if (key or value) == "preset" or not key else ():
+        if value in (file.stem, "preset"):
+            lines = file.read_text(encoding="utf-8").splitlines()
+            told = itertools.takewhile(lambda line: line.startswith("#"), lines)
+            yield (
+                f"preset={file.stem}",
+                " ".join(line.lstrip("# ") for line in told).replace(f" preset={file.stem}", ""),
+            )
+    for path, menu in _MENUS.items():
+        if value in menu and renamed(key) in ("", path):
+            cells = itertools.zip_longest(("", "source", "when", "watch"), menu[value].cells, fillvalue="")
+            yield f"{path}={value}", ". ".join(f"{title}: {cell}".lstrip(": ") for title, cell in cells if cell)
+
+
 def other_names(path: str) -> list[str]:
     """Names of this key in verl (earlier or later) and other projects."""
     renames = (row for row in table(VERL) if row.renames)
@@ -80,14 +112,17 @@ def _spellings(row: Row, path: str) -> Iterator[str]:
 def _effect(key: Key, config: PPOConfig, followers: dict[str, list[str]]) -> str:
     reasons = without_effect(frozenset({key.path})) + idle_lines(config, frozenset({key.path}), followers)
     if not reasons:
-        return "yes"
+        return "yes" if readers()[key.path] else "none: nothing reads it"
     return "none: " + "; ".join(reason.partition(": ")[2] for reason in reasons)
 
 
 def _type_of(key: Key) -> str:
     kind = key.type
     if isinstance(kind, type) and issubclass(kind, Enum):
-        return f"one of {', '.join(str(member.value) for member in kind)}"
+        lacking = not_yet().get(key.path)
+        built = [str(each.value) for each in kind if lacking is None or each.value not in lacking.values]
+        rest = f" ({', '.join(map(str, lacking.values))}: not available yet, {lacking.note})" if lacking else ""
+        return f"one of {', '.join(built)}{rest}"
     return kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
 
 
@@ -99,7 +134,7 @@ def shown(value: Any) -> str:
 
 
 def _first_sentence(key: Key) -> str:
-    sentence = re.split(r"(?<=\.)\s", key.doc, maxsplit=1)[0]
+    sentence = re.split(r"(?<!Dr\.)(?<=\.)\s", key.doc, maxsplit=1)[0]
     unused = " (no effect)" if key.path in no_effect() else ""
     return f"{sentence}{unused} Default: {shown(key.default)}"
 

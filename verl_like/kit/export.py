@@ -11,17 +11,19 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig
 
 from verl_like.checkpoint.checksums import CHECKSUMS_FILE, find_faults
 from verl_like.checkpoint.layout import ACTOR, find_latest
 from verl_like.kit.stored_weights import LoadedModel, SafetensorsFolder, ShardedFolder, StoredWeights, VerlFiles
-from verl_like.models.checkpoint_names import CheckpointNames
+from verl_like.models.checkpoint_names import CheckpointNames, sent_as
 from verl_like.models.families import model_class
 from verl_like.models.heads import HF_PREFIX, dtype_of
 from verl_like.models.location import check_location
 from verl_like.models.lora import Adapters, is_adapter
+from verl_like.models.lora_experts import adapter_name, stacks_of
+from verl_like.parallel.sharding import saved_buffers
 from verl_like.remote_storage import local_folder
 from verl_like.small_files import read_object
 
@@ -113,9 +115,9 @@ def _write_model(folder: Path, written: Path, choices: Choices) -> list[str]:
     config = AutoConfig.from_pretrained(stored.config_folder, trust_remote_code=choices.trust_remote_code)
     with torch.device("meta"):
         meta = model_class(config).from_config(config, trust_remote_code=choices.trust_remote_code)
-    own = {name.removeprefix(HF_PREFIX): parameter for name, parameter in meta.named_parameters()}
+    own = {n.removeprefix(HF_PREFIX): tensor for n, tensor in (*meta.named_parameters(), *saved_buffers(meta))}
     names = CheckpointNames(meta)
-    adapters = _adapters_of(stored, folder)
+    adapters = _adapters_of(stored, folder, meta)
     weights = _with_base(stored, own, choices) if adapters else stored.weights
     kept = [name for name in weights.names if not is_adapter(name) and not _is_tied_copy(name, own, config)]
     _require_all(own, names, kept, config, folder)
@@ -162,9 +164,9 @@ class _Unit:
 
     def inputs(self) -> list[str]:
         """The adapter's tensors that go into it."""
-        module = self.name.removesuffix(".weight")
-        adapted = self.adapters is not None and module in self.adapters.names
-        return [f"{module}.lora_A.weight", f"{module}.lora_B.weight"] if adapted else []
+        adapter = adapter_name(self.name)
+        adapted = self.adapters is not None and adapter in self.adapters.names
+        return [f"{adapter}.lora_A.weight", f"{adapter}.lora_B.weight"] if adapted else []
 
 
 def _files(units: Sequence[_Unit]) -> Iterator[list[_Unit]]:
@@ -191,10 +193,10 @@ def _tensors(
         if parts := unit.inputs():
             assert unit.adapters is not None
             stream = {unit.name: tensor, **trained.read(parts)}
-            module = replace(unit.adapters, names=(unit.name.removesuffix(".weight"),))
+            module = replace(unit.adapters, names=(adapter_name(unit.name),))
             (tensor,) = dict(module.merged(stream.items())).values()
         if dtype is not None and tensor.is_floating_point():
-            tensor = tensor.to(dtype)
+            tensor = tensor.to(sent_as(unit.name, dtype))
         for name, view in unit.stored(tensor):
             yield name, view.contiguous().clone() if view.numel() != tensor.numel() else view.contiguous()
 
@@ -215,7 +217,7 @@ def _open(folder: Path, choices: Choices) -> _Stored:
     return _Stored(folder=folder, config_folder=config, weights=weights, adapter=described)
 
 
-def _adapters_of(stored: _Stored, folder: Path) -> Adapters | None:
+def _adapters_of(stored: _Stored, folder: Path, meta: nn.Module) -> Adapters | None:
     modules = sorted({name.rpartition(".lora_")[0] for name in stored.weights.names if is_adapter(name)})
     if not modules:
         return None
@@ -224,7 +226,8 @@ def _adapters_of(stored: _Stored, folder: Path) -> Adapters | None:
             f"{folder} holds LoRA adapters, but neither adapter_config.json nor lora_train_meta.json, which tell alpha"
         )
     rank, alpha = int(stored.adapter["r"]), float(stored.adapter["lora_alpha"])
-    return Adapters(names=tuple(modules), targets=(), modules=(), rank=rank, alpha=alpha)
+    transposed = any(part.is_transposed for part in stacks_of(meta)[0].values())
+    return Adapters(names=tuple(modules), targets=(), modules=(), rank=rank, alpha=alpha, transposed=transposed)
 
 
 def _with_base(stored: _Stored, own: dict[str, Any], choices: Choices) -> StoredWeights:
@@ -244,7 +247,8 @@ def _with_base(stored: _Stored, own: dict[str, Any], choices: Choices) -> Stored
             f"{stored.folder} holds adapters of {base}, which cannot be loaded: {error}. Give --base MODEL"
         ) from error
     heads = {name: stored.weights.read([name])[name] for name in stored.weights.names if not is_adapter(name)}
-    return LoadedModel(dict(model.named_parameters()) | heads)  # a value head is trained as a whole
+    base = dict(model.named_parameters()) | dict(saved_buffers(model))
+    return LoadedModel(base | heads)  # a value head is trained as a whole
 
 
 def _require_all(own: dict[str, Any], names: CheckpointNames, kept: Sequence[str], config: Any, folder: Path) -> None:

@@ -71,12 +71,16 @@ def of_model(engine: FSDPEngine) -> Iterator[Reading]:
 
 def _of_adapters(engine: FSDPEngine) -> Iterator[Reading]:
     """Compare ranks and scales of the adapters with model.lora_*, and what they adapt with target_modules."""
-    model, section = engine.role.model, engine.role.model_section
-    built = {name: each for name, each in engine.model.named_modules() if isinstance(each, lora.LoRALinear)}
+    model, section, adapters = engine.role.model, engine.role.model_section, engine.adapters
+    assert adapters is not None
+    kinds = (lora.LoRALinear, lora.ParameterAdapter)
+    named = zip(adapters.names, adapters.modules, strict=True)
+    built = {name: each for name, each in named if isinstance(each, kinds)}
     for each in built.values():
-        yield f"{section}.lora_rank", model.lora_rank, each.lora_A.out_features
-        yield f"{section}.lora_alpha", model.lora_alpha, each.scale * each.lora_A.out_features
-    if isinstance(model.target_modules, list) and model.exclude_modules is None:
+        rank = each.lora_A.out_features // each.experts
+        yield f"{section}.lora_rank", model.lora_rank, rank
+        yield f"{section}.lora_alpha", model.lora_alpha, each.scale * rank
+    if isinstance(model.target_modules, list) and model.exclude_modules is None and not adapters.parameters:
         last = {name.rpartition(".")[2] for name in built}
         for target in model.target_modules:
             yield f"{section}.target_modules, {target}", True, target.rpartition(".")[2] in last

@@ -174,11 +174,12 @@ def _of_tensors(
     if not len(places):
         return Difference(**about, where=name, first=f"{a.numel()} entries", second="", same=True)
     at = int(places[0])
+    at_token = at // (a.numel() // len(a))  # a teacher has several numbers for each
     where = f"row {at}"
     if name.endswith("_T") and length_B is not None and int(length_B.sum()) == len(a):
         ends = bounds(length_B)
-        row = next(i for i in range(len(length_B)) if at < ends[i + 1])
-        where = f"row {row}, token {at - ends[row]}"
+        row = next(i for i in range(len(length_B)) if at_token < ends[i + 1])
+        where = f"row {row}, token {at_token - ends[row]}"
     more = f"{name} at {where} ({len(places)} of {a.numel()} entries differ)"
     return Difference(**about, where=more, first=a.flatten()[at].item(), second=b.flatten()[at].item(), same=False)
 

@@ -131,7 +131,7 @@ def _hints(first: Path, second: Path, difference: Difference) -> Iterator[str]:
         if a[key]["sha256"] != b[key]["sha256"] and a[key]["path"] != "" and _acts(key, difference):
             yield f"{key}: the file's content differs ({a[key]['sha256'][:12]} | {b[key]['sha256'][:12]})"
     versions, theirs = one.get("packages", {}), other.get("packages", {})
-    for name in sorted(versions.keys() | theirs.keys()):
+    for name in sorted(versions.keys() | theirs.keys()) if versions and theirs else ():  # known of both
         if versions.get(name) != theirs.get(name):
             yield f"package {name}: {versions.get(name)} | {theirs.get(name)}"
     if difference.phase == "weights" and difference.step == 1:
@@ -151,11 +151,33 @@ def read_table(file: Path) -> list[dict[str, Any]]:
         else:
             rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
         for number, row in enumerate(rows):
-            if lacking := {"step", "prompt_ids", "response_ids"} - row.keys():
-                raise ValueError(f"row {number} has no {', '.join(sorted(lacking))}")
+            _check_row(number, row)
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError([f"{file} is no table of responses: {error} (docs/selfcheck.md)"]) from error
     return rows
+
+
+def _check_row(number: int, row: Any) -> None:
+    """Raise ValueError for a row that lacks a column, or has one of another type or length."""
+    if not isinstance(row, dict):
+        raise ValueError(f"row {number} is no object: {str(row)[:40]}")
+    if lacking := {"step", "prompt_ids", "response_ids"} - row.keys():
+        raise ValueError(f"row {number} has no {', '.join(sorted(lacking))}")
+    if not isinstance(row["step"], int) or isinstance(row["step"], bool):
+        raise ValueError(f"row {number}: step={row['step']!r} is no whole number")
+    for name in ("prompt_ids", "response_ids"):
+        if not isinstance(row[name], list) or not all(isinstance(token, int) for token in row[name]):
+            raise ValueError(f"row {number}: {name} is no list of tokens")
+    if row.get("reward") is not None and not isinstance(row["reward"], int | float):
+        raise ValueError(f"row {number}: reward={row['reward']!r} is no number")
+    for _, name in _LISTS:
+        values = row.get(name)
+        if values is None:
+            continue
+        if not isinstance(values, list) or not all(isinstance(value, int | float) for value in values):
+            raise ValueError(f"row {number}: {name} is no list of numbers")
+        if len(values) != len(row["response_ids"]):
+            raise ValueError(f"row {number}: {name} has {len(values)} numbers for {len(row['response_ids'])} tokens")
 
 
 _LISTS = (
@@ -200,7 +222,7 @@ def _of_rows(own: Recorded, theirs: Sequence[dict[str, Any]], step: int, toleran
                 where = f"{name} at row {row}, token {at}"
                 yield Difference(**about, phase="rollouts", where=where, first=told[0], second=told[1], same=False)
     for row in range(count):
-        if "reward" in theirs[row]:
+        if theirs[row].get("reward") is not None:
             mine, other = float(scores.score_B[row]), float(theirs[row]["reward"])
             same = math.isclose(mine, other, rel_tol=tolerance, abs_tol=tolerance)
             yield Difference(**about, phase="scores", where=f"reward of row {row}", first=mine, second=other, same=same)
@@ -210,9 +232,9 @@ def _of_rows(own: Recorded, theirs: Sequence[dict[str, Any]], step: int, toleran
         if column_T is None or (phase == "experience" and len(column_T) != ends[-1]):
             continue  # rows that were left out moved the others
         for row in range(count):
-            for token, (mine, other) in enumerate(
-                zip(column_T[ends[row] : ends[row + 1]].tolist(), theirs[row].get(name) or [], strict=False)
-            ):
+            own_values = column_T[ends[row] : ends[row + 1]].tolist()
+            others = theirs[row].get(name)
+            for token, (mine, other) in enumerate(zip(own_values, others or own_values, strict=True)):
                 if not math.isclose(mine, other, rel_tol=tolerance, abs_tol=tolerance):
                     where = f"{name} at row {row}, token {token}"
                     yield Difference(**about, phase=phase, where=where, first=mine, second=other, same=False)

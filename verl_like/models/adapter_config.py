@@ -19,13 +19,14 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PLAIN = (
     *("peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "lora_dropout"),
     *("task_type", "base_model_name_or_path", "revision", "auto_mapping", "inference_mode", "peft_version"),
-    *("megatron_core", "qalora_group_size", "runtime_config", "eva_config"),
+    *("target_parameters", "megatron_core", "qalora_group_size", "runtime_config", "eva_config"),
 )
 _PLAIN_AT = {
     "bias": ("none",),
     "init_lora_weights": (True, "gaussian", "orthogonal", "eva"),  # the others change the base weights too
 }
 _FORM = {"peft_type": str, "r": int, "lora_alpha": (int, float), "target_modules": (str, list)}
+_PARAMETERS = "target_parameters"  # experts and routers, in transformers' own names
 _MOST_RANK = 1 << 20  # wider than any layer
 _HEAD = (["score"], ["classifier", "score"])  # modules_to_save of a value model
 
@@ -46,7 +47,7 @@ def adapter_settings(path: str, key: str, *, of_value_model: bool) -> tuple[dict
             raise ConfigError([f"{key}={path}: there is no file {(folder / name).absolute()}{where}; {wanted}"])
     try:
         saved = read_object(folder / CONFIG, _FORM, strict=True)
-        rank, alpha, targets = saved["r"], saved["lora_alpha"], saved["target_modules"]
+        rank, alpha, targets = saved["r"], saved["lora_alpha"], _targets(saved)
         if saved["peft_type"] != "LORA" or not 1 <= rank <= _MOST_RANK or not 0 < alpha < 1e30 or not targets:
             raise ValueError(f"peft_type={saved['peft_type']}, r={rank}, lora_alpha={alpha}, target_modules={targets}")
     except ValueError as error:
@@ -59,3 +60,13 @@ def adapter_settings(path: str, key: str, *, of_value_model: bool) -> tuple[dict
     alpha = alpha * (math.sqrt(rank) if saved.get("use_rslora") else 1.0)
     settings = {"lora_rank": rank, "lora_alpha": alpha, "target_modules": targets}
     return settings | {"exclude_modules": saved.get("exclude_modules") or None}, saved
+
+
+def _targets(saved: dict[str, Any]) -> Any:
+    """Names of the modules that have adapters, and of the parameters that stand for a module here."""
+    modules, parameters = saved["target_modules"], saved.get(_PARAMETERS)
+    if not parameters:
+        return modules
+    if not isinstance(parameters, list) or not (isinstance(modules, list) or not modules):
+        raise ValueError(f"{_PARAMETERS}={parameters} beside target_modules={modules}: give lists of names")
+    return [*(modules or ()), *(str(name).removesuffix(".weight") for name in parameters)]

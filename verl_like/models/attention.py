@@ -1,9 +1,9 @@
 """Attention function for packed tokens, registered with transformers' attention interface.
 
 The model call carries `segments`; queries, keys and values are [1, heads, T, head_dim] over all segments. On CUDA in
-half precision FlashAttention (3 or 2) runs where it is installed, torch's own varlen attention otherwise; elsewhere,
-and for soft-capped scores without FlashAttention, sequences of similar length share a batched call
-(attention_groups.py). No mask is ever built for the packed sequence.
+half precision FlashAttention (3 or 2) runs where it is installed, torch's own varlen attention otherwise, and always
+for attention with sinks (attention_sinks.py); elsewhere, and for soft-capped scores without FlashAttention, sequences
+of similar length share a batched call (attention_groups.py). No mask is ever built for the packed sequence.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from verl_like.models.attention_groups import Scoring, grouped_attention
+from verl_like.models.attention_sinks import VarlenKernel, attend_with_sinks
 from verl_like.models.packing import Segments
 from verl_like.parallel.ulysses import repeated_key_heads
 
@@ -55,23 +56,19 @@ def packed_attention(
         dropout: probability that a weight is dropped.
         sliding_window: a token sees that many tokens, itself included.
         softcap: c of c * tanh(scores / c).
-        s_aux: attention sinks, which are refused.
+        s_aux: [heads], a sink of each: a further score that leads to no value.
 
-    Raises ValueError for attention sinks.
+    Raises ValueError for dropout, where the scores are soft-capped or have sinks.
     """
-    if s_aux is not None:
-        raise ValueError(
-            "attention with sinks is not available for packed sequences: "
-            "set actor_rollout_ref.model.use_remove_padding=False"
-        )
     parallel = segments.parallel
     if parallel is not None:  # queries of all tokens for some of the heads
         repeats = repeated_key_heads(query.shape[1], key.shape[1], parallel.size)
         if repeats > 1:
             key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
         query, key, value = (parallel.heads_in(t) for t in (query, key, value))
+        s_aux = None if s_aux is None else s_aux.view(parallel.size, -1)[parallel.rank]
     window = None if sliding_window is None or sliding_window >= segments.max_length else sliding_window
-    how = Scoring(scaling=scaling, dropout=dropout, window=window, softcap=softcap)
+    how = Scoring(scaling=scaling, dropout=dropout, window=window, softcap=softcap, sinks=s_aux)
     output = _attend(query, key, value, segments, how)[None]
     return output if parallel is None else parallel.tokens_in(output), None
 
@@ -108,10 +105,18 @@ def _has_flash_attention_2() -> bool:
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, how: Scoring) -> Tensor:
+    if value.shape[-1] < query.shape[-1]:  # of DeepSeek's latent attention: kernels want one size
+        wide = torch.nn.functional.pad(value, (0, query.shape[-1] - value.shape[-1]))
+        return _varlen(query, key, wide, segments, how)[..., : value.shape[-1]]
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # [T, heads, head_dim]
     if segments.layout is not None:  # a row's queries are its last tokens: causal masks are aligned at the end
         k, v = segments.layout.spread(k), segments.layout.spread(v)
     version, left = flash_attention_version(), -1 if how.window is None else how.window - 1
+    if how.sinks is not None:
+        how.check()
+        bounds = {"cu_q": segments.cu_own, "cu_k": segments.cu_seqlens}
+        longest = {"max_q": segments.max_own_length, "max_k": segments.max_length}
+        return attend_with_sinks(q, k, v, how.sinks, VarlenKernel(**bounds, **longest, scale=how.scaling, left=left))
     if version is None or (how.dropout and version == 3 and not _has_flash_attention_2()):
         if how.dropout:
             raise ValueError("attention dropout on packed sequences needs flash-attn: install it, or set dropout to 0")

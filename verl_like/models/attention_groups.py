@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
+from verl_like.models.attention_sinks import CPUKernel, attend_with_sinks
 from verl_like.models.packing import Segments
 from verl_like.models.token_layout import Groups, TokenLayout
 
@@ -37,7 +38,15 @@ _KEPT = 512  # [tokens] of a row whose masks are kept: 100 KB each for one query
 _BLOCK = 64  # [tokens] of queries at a time, measured: smaller blocks leave out more, larger ones run faster
 
 
-def block_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+def block_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks_Gr: Tensor | None = None,
+) -> Tensor:
     """Compute softmax(cap(scale q k^T)) v over the tokens that each token sees: [G, L * r, D].
 
     Products are in the inputs' dtype; soft-capping and its softmax, and sums over blocks, in float32.
@@ -49,14 +58,22 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int |
         scale: factor of the scores.
         window: a token sees that many tokens, itself included; None: all before it.
         softcap: c of c * tanh(scores / c); None caps nothing.
+        sinks_Gr: one more score for each query, which leads to no value.
     """
-    return _BlockAttention.apply(q, k, v, scale, window, softcap)
+    return _BlockAttention.apply(q, k, v, scale, window, softcap, sinks_Gr)
 
 
 class _BlockAttention(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks_Gr: Tensor | None,
     ) -> Tensor:
         repeats = q.shape[1] // k.shape[1]
         outputs, kept = [], []
@@ -69,34 +86,42 @@ class _BlockAttention(torch.autograd.Function):
                 tanh = torch.tanh(torch.bmm(q_block, k_seen).float() * (scale / softcap))
                 scores = (tanh * softcap).add_(hiding(tanh.dtype, q.device))
                 kept.append(tanh)
+            if sinks_Gr is not None:  # a last column, which leads to no value
+                scores = torch.cat([scores, sinks_Gr.repeat(1, end - start)[..., None].to(scores.dtype)], -1)
             weights = torch.softmax(scores, -1).to(q.dtype)
             kept.append(weights)
-            outputs.append(torch.bmm(weights, v[:, first:end]))
+            outputs.append(torch.bmm(weights[..., : end - first], v[:, first:end]))
         ctx.save_for_backward(q, k, v, *kept)
-        ctx.settings = (scale, window, softcap is not None)
+        ctx.settings = (scale, window, softcap is not None, None if sinks_Gr is None else sinks_Gr.dtype)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, *kept = ctx.saved_tensors
-        scale, window, capped = ctx.settings
+        scale, window, capped, sinks_dtype = ctx.settings
         length, repeats = k.shape[1], q.shape[1] // k.shape[1]
         blocks = list(_blocks(length, window))
         dtype = k.dtype if len(blocks) == 1 else torch.promote_types(k.dtype, torch.float32)
-        grads_q, grad_k, grad_v = [], _Sum(k, dtype), _Sum(v, dtype)
+        grads_q, grad_k, grad_v, grads_sinks = [], _Sum(k, dtype), _Sum(v, dtype), []
         for start, end, first in reversed(blocks):
             block = slice(start * repeats, end * repeats)
             weights = kept.pop()
-            grad_v.add(torch.bmm(weights.transpose(1, 2), grad[:, block]), first, end)
+            grad_v.add(torch.bmm(weights[..., : end - first].transpose(1, 2), grad[:, block]), first, end)
             grad_weights = torch.bmm(grad[:, block], v[:, first:end].transpose(1, 2))
+            if sinks_dtype is not None:
+                grad_weights = torch.nn.functional.pad(grad_weights, (0, 1))
             slope = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
+            if sinks_dtype is not None:
+                of_sinks, slope = slope[..., -1], slope[..., :-1]
+                grads_sinks.append(of_sinks.unflatten(1, (end - start, repeats)).sum(1, dtype=dtype))
             if capped:  # d (c tanh(x / c)) / d x = 1 - tanh^2
                 slope = slope.float().mul_(1.0 - kept.pop().square()).to(weights.dtype)
             grads_q.append(torch.bmm(slope, k[:, first:end]).mul_(scale))
             grad_k.add(torch.bmm(slope.transpose(1, 2), q[:, block]).mul_(scale), first, end)
         grad_q = grads_q[0] if len(grads_q) == 1 else torch.cat(grads_q[::-1], 1)
-        return grad_q, grad_k.total(), grad_v.total(), None, None, None
+        grad_sinks = torch.stack(grads_sinks).sum(0).to(sinks_dtype) if grads_sinks else None
+        return grad_q, grad_k.total(), grad_v.total(), None, None, None, grad_sinks
 
 
 def causal_band(start: int, end: int, first: int, window: int | None, device: torch.device) -> Tensor:
@@ -168,19 +193,25 @@ class Scoring:
     dropout: probability that a weight is dropped.
     window: a token sees that many tokens, itself included.
     softcap: c of c * tanh(scores / c).
+    sinks: [heads], a further score of each query that leads to no value.
     """
 
     scaling: float | None = None
     dropout: float = 0.0
     window: int | None = None
     softcap: float | None = None
+    sinks: Tensor | None = None
+
+    def check(self) -> None:
+        """Check that these can go together; raises ValueError otherwise."""
+        if self.dropout and (self.softcap is not None or self.sinks is not None):
+            raise ValueError("attention dropout cannot be combined with this model's packed attention: set it to 0")
 
 
 def grouped_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, how: Scoring) -> Tensor:
     """Causal attention inside each segment; [1, heads, T, D] -> [T, heads, D]."""
+    how.check()
     window, softcap, dropout = how.window, how.softcap, how.dropout
-    if softcap is not None and dropout:
-        raise ValueError("attention dropout cannot be combined with this model's packed attention: set it to 0")
     groups, heads = groups_of(segments), key.shape[1]
     repeats = query.shape[1] // heads
     scale = query.shape[-1] ** -0.5 if how.scaling is None else how.scaling
@@ -188,10 +219,11 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segme
     laid_out = (groups.lay_out(query, heads, queries=True), groups.lay_out(key, heads), groups.lay_out(value, heads))
     for q, k, v in zip(*laid_out, strict=True):
         banded = window if window is not None and window < k.shape[1] else None
-        if softcap is not None or (not dropout and _by_products(k)):
-            outputs.append(block_attention(q, k, v, scale, banded, softcap))
+        if softcap is not None or (not dropout and _by_products(k)) or (how.sinks is not None and k.is_cuda):
+            sinks_Gr = None if how.sinks is None else how.sinks.view(heads, repeats).repeat(len(k) // heads, 1)
+            outputs.append(block_attention(q, k, v, scale, banded, softcap, sinks_Gr))
         else:
-            outputs.append(_by_heads(q, k, v, heads, repeats, scale, banded, dropout))
+            outputs.append(_by_heads(q, k, v, heads, repeats, scale, banded, dropout, how.sinks))
     return groups.join(outputs, heads, repeats)
 
 
@@ -200,17 +232,27 @@ def _by_products(key: Tensor) -> bool:
 
 
 def _by_heads(
-    q: Tensor, k: Tensor, v: Tensor, heads: int, repeats: int, scale: float, window: int | None, dropout: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    heads: int,
+    repeats: int,
+    scale: float,
+    window: int | None,
+    dropout: float,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Attention of the shapes of `block_attention`, through SDPA's [count, heads * r, width, D]."""
     length = k.shape[1]
     queries = q.view(-1, heads, length, repeats, q.shape[-1]).transpose(2, 3).flatten(1, 2)
     k, v = (t.view(-1, heads, length, t.shape[-1]) for t in (k, v))
-    output = _sdpa(queries, k, v, scale, window, dropout)
+    output = _sdpa(queries, k, v, scale, window, dropout, sinks)
     return output.unflatten(1, (heads, repeats)).transpose(2, 3).reshape(-1, length * repeats, v.shape[-1])
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, dropout: float) -> Tensor:
+def _sdpa(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, dropout: float, sinks: Tensor | None
+) -> Tensor:
     dtype, shared = q.dtype, q.shape[1] != k.shape[1]
     if q.device.type == "cpu" and dtype != torch.float32 and dtype != torch.float64:
         q, k, v = q.float(), k.float(), v.float()  # the half-precision backward pass is several times slower there
@@ -218,6 +260,9 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, dro
         k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
         shared = False
     band = None if window is None else causal_band(0, q.shape[2], 0, window, q.device)
+    if sinks is not None:
+        k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
+        return attend_with_sinks(q, k, v, sinks[:, None], CPUKernel(scale=scale, band=band)).to(dtype)
     return scaled_dot_product_attention(
         *(q, k, v), attn_mask=band, dropout_p=dropout, is_causal=band is None, scale=scale, enable_gqa=shared
     ).to(dtype)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -27,7 +28,23 @@ from transformers.core_model_loading import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")
+"""Buffers that correct which experts a router chooses (arXiv 2408.15664): state of the model, without a gradient."""
+
 _EACH_EXPERT = "*"  # in a name: the number of the expert
+
+
+def is_router_bias(name: str) -> bool:
+    """True for the name, here or in checkpoints, of the bias that corrects a router."""
+    return name.rpartition(".")[2] in ROUTER_BIASES
+
+
+def sent_as(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Precision in which the weight `name` travels: `dtype`, but float32 of a router's bias.
+
+    A bias is compared with scores of which the next differs in the fourth digit: rounded, it chooses other experts.
+    """
+    return torch.float32 if is_router_bias(name) else dtype
 
 
 class CheckpointNames:

@@ -112,13 +112,12 @@ FAMILIES: dict[str, Family] = {
     "granitemoe": _experts(),
     "flex_olmo": _experts(),
     "hunyuan_v1_moe": _experts(),
-    "gpt_oss": Family(
-        kind="mixture of experts, sliding windows",
-        packed=False,
-        why_padded="its attention has sinks",
-        attention="eager",
-        tested=_PADDED,
-    ),
+    "deepseek_v3": _experts(),
+    "glm4_moe": _experts(_EVERYTHING),
+    "dots1": _experts(),
+    "minimax_m2": _experts(),
+    "lfm2_moe": _recurrent("conv", "mixture of experts, hybrid"),
+    "gpt_oss": Family(kind="mixture of experts, sliding windows, sinks", attention="eager"),
     "qwen3_next": _recurrent("linear_attention", "mixture of experts, hybrid"),
     "qwen3_5_text": _recurrent("linear_attention"),
     "qwen3_5_moe_text": _recurrent("linear_attention", "mixture of experts, hybrid"),
@@ -142,15 +141,9 @@ NESTED: dict[str, Family] = {
     **dict.fromkeys(("qwen3_vl_moe", "gemma3", "mistral3"), Family(kind=_TEXT_ALONE)),
 }
 
-_BIAS = "the bias that corrects its router is a buffer, which is neither trained nor sent to the rollout engine"
 _NO_ATTENTION = "it has no attention, and no rollout engine here keeps its state"
 
 REFUSED: dict[str, str] = {
-    "deepseek_v3": _BIAS,
-    "glm4_moe": _BIAS,
-    "dots1": _BIAS,
-    "minimax_m2": _BIAS,
-    "lfm2_moe": _BIAS,
     "phimoe": "its router draws experts at random while it is trained, so that log-probs are not those of the policy",
     "llama4_text": "transformers has no separate backbone for it, from which hidden states could be taken",
     "minimax": "its lightning attention keeps decay factors in buffers, which are not sent to the rollout engine",
@@ -164,6 +157,8 @@ REFUSED: dict[str, str] = {
     "rwkv": _NO_ATTENTION,
     "xlstm": _NO_ATTENTION,
 }
+
+DEQUANTISED = ("mxfp4", "fp8")  # weights in these come in bfloat16 when they are loaded (transformers' own rules)
 
 _LAYER_KINDS = ("layer_types", "layers_block_type", "block_types")
 _SOFTMAX = frozenset({"attention", "full_attention", "sliding_attention", "chunked_attention"})
@@ -323,10 +318,12 @@ def _refuse_quantised(config: PretrainedConfig) -> None:
     settings = getattr(config, "quantization_config", None)
     if settings:
         method = settings.get("quant_method") if isinstance(settings, dict) else type(settings).__name__
-        raise ValueError(
-            f"the weights of this {config.model_type!r} model are quantised (quantization_config: {method}), and such "
-            "weights cannot be trained: use the bfloat16 version of the model"
-        )
+        if method not in DEQUANTISED:
+            raise ValueError(
+                f"the weights of this {config.model_type!r} model are quantised (quantization_config: {method}), and "
+                f"such weights cannot be trained: use the bfloat16 version of the model, or one in "
+                f"{' or '.join(DEQUANTISED)}"
+            )
 
 
 @functools.cache

@@ -6,6 +6,8 @@ gradient in z_j of each reduction are
     entropy         H = -sum_j p_j log p_j              -p_j (log p_j + H)
     sum_pi_squared  S = sum_j p_j^2                     2 p_j (p_j - S)
     full_kl         K = sum_j p_j (log p_j - log q_j)   p_j (log p_j - log q_j - K); q, the reference's, is held fixed
+    jsd             J = (KL(p || m) + KL(q || m)) / 2   p_j (log p_j - log m_j - KL(p || m)) / 2; m = (p + q) / 2
+    chosen_log_probs  log p_k of K chosen ids k         onehot(k)_j - p_j of each
 so any mixture of them is p_j times a linear form: one pass over a chunk of logits (fused_chunks.py).
 
 Work: the head's product once forward and three times backward (logits again, hidden states, weight). Where all logits
@@ -29,11 +31,14 @@ from torch.utils.checkpoint import checkpoint
 
 from verl_like.models import fused_chunks
 from verl_like.models.fused_chunks import (
+    CHOSEN,
     ENTROPY,
     FULL_KL,
+    JSD,
     LOG_PROBS,
     REDUCTIONS,
     SUM_PI_SQUARED,
+    TILT,
     Coefficients,
     LogitRule,
 )
@@ -76,10 +81,17 @@ class Head:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reference:
-    """Other distribution of `full_kl`: hidden states of the same tokens, and their head. No gradient enters it."""
+    """Other distribution of `full_kl` and `jsd`: hidden states of the same tokens, and their head. No gradient enters.
+
+    mine_N: the tokens that are compared with this one, of several; None: all.
+    """
 
     hidden_NH: Tensor
     head: Head
+    mine_N: Tensor | None = None
+
+
+References = tuple[Reference, ...]
 
 
 def fused_reductions(
@@ -89,11 +101,14 @@ def fused_reductions(
     want: frozenset[str],
     *,
     temperature: float = 1.0,
-    reference: Reference | None = None,
+    references: References = (),
+    chosen_NK: Tensor | None = None,
     backend: Backend = "torch",
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> dict[str, Tensor]:
-    """Compute {name: [N]} in float32 for every name of `want`; differentiable in hidden, weight and bias.
+    """Compute {name: [N]} in float32 for every name of `want` ([N, K] of chosen_log_probs).
+
+    Differentiable in hidden, weight and bias.
 
     Args:
         hidden_NH: final hidden states of the tokens.
@@ -101,22 +116,25 @@ def fused_reductions(
         targets_N: target of each token, int64.
         want: names out of REDUCTIONS.
         temperature: logits are divided by it.
-        reference: the other distribution of full_kl.
-        backend: "torch", or "triton" for kernels that touch each logit once (CUDA; full_kl and float64 stay with
-            torch).
+        references: the other distributions of full_kl or jsd, each of some tokens.
+        chosen_NK: ids of chosen_log_probs, int64.
+        backend: "torch", or "triton" for kernels that touch each logit once (CUDA; full_kl, jsd, chosen_log_probs and
+            float64 stay with torch).
         chunk_elements: largest number of logits at a time.
 
     Raises ValueError for an unknown name, and for full_kl without a reference of the same vocabulary.
     """
-    names = _checked(want, head, reference)
+    names = _checked(want, head, references)
+    plain = {FULL_KL, JSD, CHOSEN} & set(names)
     call = _Call(
         names=names,
         head=head,
         temperature=temperature,
-        reference=reference if FULL_KL in names else None,
+        references=references if {FULL_KL, JSD} & plain else (),
         chunk=max(1, chunk_elements // head.rows()),
         keep=backend == "torch" and hidden_NH.shape[0] * head.rows() <= min(KEEP_ELEMENTS, chunk_elements),
-        triton=backend == "triton" and FULL_KL not in names and compute_dtype(hidden_NH) == torch.float32,
+        triton=backend == "triton" and not plain and compute_dtype(hidden_NH) == torch.float32,
+        chosen_NK=chosen_NK if CHOSEN in names else None,
     )
     values = _FusedReductions.apply(hidden_NH, head.weight_VH, head.bias_V, targets_N, call)
     return dict(zip(names, values, strict=True))
@@ -129,7 +147,8 @@ def full_logits_reductions(
     want: frozenset[str],
     *,
     temperature: float = 1.0,
-    reference: Reference | None = None,
+    references: References = (),
+    chosen_NK: Tensor | None = None,
     entropy_rows: int | None = None,
     recompute_entropy: bool = False,
 ) -> dict[str, Tensor]:
@@ -141,13 +160,14 @@ def full_logits_reductions(
         targets_N: target of each token, int64.
         want: names out of REDUCTIONS.
         temperature: logits are divided by it.
-        reference: the other distribution of full_kl.
+        references: the other distributions of full_kl or jsd.
+        chosen_NK: ids of chosen_log_probs.
         entropy_rows: so many tokens at a time in the entropy; None: all.
         recompute_entropy: do not keep the entropy's [N, V] intermediates for the backward pass, which computes them
             again.
     """
     log_p, values = _plain_log_softmax(hidden_NH, head, temperature), {}
-    for name in _checked(want, head, reference):
+    for name in _checked(want, head, references):
         if name == LOG_PROBS:
             values[name] = log_p.gather(1, targets_N[:, None])[:, 0]
         elif name == ENTROPY:
@@ -156,10 +176,35 @@ def full_logits_reductions(
             values[name] = torch.cat([of_part(part) for part in parts])
         elif name == SUM_PI_SQUARED:
             values[name] = log_p.exp().square().sum(-1)
-        elif reference is not None:
-            log_q = _plain_log_softmax(reference.hidden_NH, reference.head, temperature).detach()
-            values[name] = (log_p.exp() * (log_p - log_q)).sum(-1)
+        elif name == CHOSEN:
+            assert chosen_NK is not None
+            values[name] = log_p.gather(1, chosen_NK)
+        else:
+            log_q = torch.zeros_like(log_p)
+            for other in references:
+                found = _plain_log_softmax(other.hidden_NH, other.head, temperature).detach()
+                log_q = found if other.mine_N is None else torch.where(other.mine_N[:, None], found, log_q)
+            log_m = log_q if name == FULL_KL else (0.5 * (log_p.exp() + log_q.exp())).log()
+            values[name] = (log_p.exp() * (log_p - log_m)).sum(-1)
+            if name == JSD:
+                values[name] = 0.5 * (values[name] + (log_q.exp() * (log_q - log_m)).sum(-1))
     return values
+
+
+@torch.no_grad()
+def top_log_probs(
+    hidden_NH: Tensor, head: Head, k: int, *, temperature: float = 1.0, chunk_elements: int = CHUNK_ELEMENTS
+) -> tuple[Tensor, Tensor]:
+    """Find the k likeliest ids of each token: (log-probs [N, k] float32, ids [N, k] int32), the likeliest first."""
+    k, chunk = min(k, head.rows()), max(1, chunk_elements // head.rows())
+    values = hidden_NH.new_empty(len(hidden_NH), k, dtype=compute_dtype(hidden_NH))
+    ids = torch.empty(values.shape, dtype=torch.int32, device=values.device)
+    for start in range(0, len(hidden_NH), chunk):
+        part = slice(start, start + chunk)
+        z = head.rule(temperature).apply_(head.logits(hidden_NH[part]))
+        top = z.topk(k, dim=-1)
+        values[part], ids[part] = top.values - torch.logsumexp(z, -1, keepdim=True), top.indices.int()
+    return values, ids
 
 
 def _plain_entropy(log_p_NV: Tensor) -> Tensor:
@@ -171,17 +216,20 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def _checked(want: frozenset[str], head: Head, reference: Reference | None) -> tuple[str, ...]:
+def _checked(want: frozenset[str], head: Head, references: References) -> tuple[str, ...]:
     if not want <= set(REDUCTIONS):
         raise ValueError(f"unknown reductions {sorted(want - set(REDUCTIONS))}: use {', '.join(REDUCTIONS)}")
-    if FULL_KL in want:
-        if reference is None:
-            raise ValueError("full_kl needs the reference model's hidden states and head")
-        if reference.head.rows() != head.rows():
-            raise ValueError(
-                f"full_kl compares distributions over one vocabulary, but the policy has {head.rows()} logits "
-                f"and the reference {reference.head.rows()}"
-            )
+    for name in sorted(want & {FULL_KL, JSD}):
+        if not references:
+            raise ValueError(f"{name} needs the reference model's hidden states and head")
+        if {FULL_KL, JSD} <= want:
+            raise ValueError("full_kl and jsd are compared one at a time")
+        for rows in (other.head.rows() for other in references):
+            if rows != head.rows():
+                raise ValueError(
+                    f"{name} compares distributions over one vocabulary, but the policy has {head.rows()} logits "
+                    f"and the reference {rows}"
+                )
     return tuple(name for name in REDUCTIONS if name in want)
 
 
@@ -206,22 +254,40 @@ class _Call:
     names: tuple[str, ...]
     head: Head
     temperature: float
-    reference: Reference | None
+    references: References
     chunk: int
     keep: bool
     triton: bool
+    chosen_NK: Tensor | None
 
     def chunks(self, total: int) -> Iterator[slice]:
         for start in range(0, total, self.chunk):
             yield slice(start, min(start + self.chunk, total))
 
-    def gap(self, log_p_cV: Tensor, part: slice) -> Tensor | None:
-        """Compute log p - log q of a chunk, [c, V]; None without a reference."""
-        if self.reference is None:
-            return None
-        other = self.reference.head
-        z = other.rule(self.temperature).apply_(other.logits(self.reference.hidden_NH[part].detach()))
-        return fused_chunks.log_softmax_(z)[0].neg_().add_(log_p_cV)
+    def gap(self, log_p_cV: Tensor, part: slice) -> tuple[Tensor | None, Tensor | None]:
+        """Compute log p - log q of a chunk, [c, V]; for jsd log p - log m, and KL(q || m) [c]. None without them."""
+        if not self.references:
+            return None, None
+        first = self.references[0]
+        if first.mine_N is None:
+            log_q_cV = self._log_q(first, first.hidden_NH[part])
+        else:
+            log_q_cV = torch.zeros_like(log_p_cV)
+            for other in self.references:
+                assert other.mine_N is not None
+                mine = other.mine_N[part]
+                log_q_cV[mine] = self._log_q(other, other.hidden_NH[part][mine])
+        if JSD in self.names:
+            return fused_chunks.mixture_gap(log_p_cV, log_q_cV)
+        return log_q_cV.neg_().add_(log_p_cV), None
+
+    def _log_q(self, other: Reference, hidden_cH: Tensor) -> Tensor:
+        z = other.head.rule(self.temperature).apply_(other.head.logits(hidden_cH.detach()))
+        return fused_chunks.log_softmax_(z)[0]
+
+    def chosen(self, part: slice) -> Tensor | None:
+        """The chosen ids of a chunk."""
+        return None if self.chosen_NK is None else self.chosen_NK[part]
 
 
 class _FusedReductions(torch.autograd.Function):
@@ -231,6 +297,10 @@ class _FusedReductions(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         lse = hidden.new_empty(len(hidden), dtype=compute_dtype(hidden))
         values = {name: torch.empty_like(lse) for name in call.names}
+        if call.chosen_NK is not None:
+            values[CHOSEN] = lse.new_empty(call.chosen_NK.shape)
+        if JSD in call.names:
+            values[TILT] = torch.empty_like(lse)
         rule, kept = call.head.rule(call.temperature), []
         for part in call.chunks(len(hidden)):
             if call.triton:
@@ -241,8 +311,9 @@ class _FusedReductions(torch.autograd.Function):
                 del z
                 continue
             log_p, lse[part] = fused_chunks.log_softmax_(rule.apply_(call.head.logits(hidden[part])))
-            gap = call.gap(log_p, part)
-            for name, value in fused_chunks.reduce_chunk(log_p, gap, targets[part], call.names).items():
+            gap, other = call.gap(log_p, part)
+            found = fused_chunks.reduce_chunk(log_p, gap, targets[part], call.names, call.chosen(part), other)
+            for name, value in found.items():
                 values[name][part] = value
             if call.keep and any(ctx.needs_input_grad):
                 kept = [log_p, gap]
@@ -250,7 +321,7 @@ class _FusedReductions(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, targets, lse, *values.values(), *kept)
         ctx.call = call
         ctx.set_materialize_grads(False)  # an entropy that is a metric alone costs nothing in the backward pass
-        return tuple(values.values())
+        return tuple(values[name] for name in call.names)
 
     @staticmethod
     @once_differentiable
@@ -258,7 +329,8 @@ class _FusedReductions(torch.autograd.Function):
         call: _Call = ctx.call
         hidden, weight, bias, targets, lse, *rest = ctx.saved_tensors
         call = replace(call, head=replace(call.head, weight_VH=weight, bias_V=bias))
-        values, kept = dict(zip(call.names, rest, strict=False)), rest[len(call.names) :]
+        names = (*call.names, TILT) if JSD in call.names else call.names
+        values, kept = dict(zip(names, rest, strict=False)), rest[len(names) :]
         given = {name: grad for name, grad in zip(call.names, upstream, strict=True) if grad is not None}
         at = fused_chunks.coefficients(given, values)
         at = at.times(call.head.scale / call.temperature)  # d z / d logits: cheaper here than on every logit
@@ -296,7 +368,10 @@ def _slope(
     if not call.triton:
         log_p, gap = kept or _recompute(call, hidden, lse, part)
         assert log_p is not None
-        return fused_chunks.slope_chunk(log_p, gap, lse[part], targets[part], at, rule, reuse=not kept)
+        chosen = call.chosen(part)
+        return fused_chunks.slope_chunk(
+            log_p, gap, lse[part], targets[part], at, rule, reuse=not kept, chosen_cK=chosen
+        )
     z = rule.apply_(call.head.logits(hidden[part]))
     inner = None if rule.softcap is None else rule.cap_slope_(z.clone())
     slope = _triton().slope_rows_(z, lse[part], targets[part], at)
@@ -306,7 +381,7 @@ def _slope(
 def _recompute(call: _Call, hidden: Tensor, lse: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
     z = call.head.rule(call.temperature).apply_(call.head.logits(hidden[part]))
     log_p = z.sub_(lse[part, None])
-    return log_p, call.gap(log_p, part)
+    return log_p, call.gap(log_p, part)[0]
 
 
 def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

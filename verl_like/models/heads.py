@@ -13,13 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from verl_like.models import families, vision
-from verl_like.models.fused_linear import Backend, Head, Reference, full_logits_reductions, fused_reductions
+from verl_like.models.fused_linear import Backend, Head, References, full_logits_reductions, fused_reductions
+from verl_like.models.fused_linear import top_log_probs as find_top_log_probs
 from verl_like.models.packing import ModelInput
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 HIDDEN = "hidden_states"
+TOP_LOG_PROBS, TOP_IDS = "top_log_probs", "top_ids"  # wanted together
 _ENTROPY_ROWS = 2048  # verl's
 HF_PREFIX = "hf."  # `TokenModel.hf` holds the Hugging Face model: the rest of a parameter's name is Hugging Face's
 
@@ -56,6 +58,8 @@ class PolicyModel(TokenModel):
         self.vocab_size = vocab_size  # ids from here on are unknown to the tokenizer: masked out of the softmax
         self.reduce = partial(fused_reductions, backend=backend) if fused else full_logits_reductions
         self.logit_scale, self.softcap = logit_rule(hf)
+        self.top_k = 0  # ids of each token in TOP_LOG_PROBS
+        self.tempered: tuple[frozenset[str], float] | None = None  # names with a temperature of their own, and that
 
     def save_entropy_memory(self, *, chunked: bool, recomputed: bool) -> None:
         """Set verl's entropy_from_logits_with_chunking and entropy_checkpointing, for full logits.
@@ -78,16 +82,32 @@ class PolicyModel(TokenModel):
         )
 
     def forward(
-        self, inputs: ModelInput, want: frozenset[str], temperature: float, reference: Reference | None = None
+        self,
+        inputs: ModelInput,
+        want: frozenset[str],
+        temperature: float,
+        references: References = (),
+        chosen_NK: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Compute {name of `want`: [N]} in float32, under logits / temperature; names are those of `fused_linear`.
 
-        Wanted alone, `HIDDEN` gives the final hidden states [N, H]: a reference's part of `full_kl`.
+        Wanted alone, `HIDDEN` gives the final hidden states [N, H]: a reference's part of `full_kl`. TOP_LOG_PROBS and
+        TOP_IDS are the `top_k` likeliest ids of each token, without a gradient.
         """
         if want == {HIDDEN}:
             return {HIDDEN: self.hidden_states(inputs)}
-        hidden, head = self.hidden_states(inputs), self.head()
-        return self.reduce(hidden, head, inputs.targets_N, want, temperature=temperature, reference=reference)
+        hidden, head, found = self.hidden_states(inputs), self.head(), dict[str, Tensor]()
+        if TOP_IDS in want:
+            top = find_top_log_probs(hidden, head, self.top_k, temperature=temperature)
+            found[TOP_LOG_PROBS], found[TOP_IDS] = top
+            want = want - {TOP_LOG_PROBS, TOP_IDS}
+        names, own = (frozenset[str](), temperature) if self.tempered is None else self.tempered
+        apart = want & names if own != temperature else frozenset[str]()
+        for part, divisor in ((want - apart, temperature), (apart, own)):  # a second softmax only where it differs
+            if part:
+                other = {"references": references, "chosen_NK": chosen_NK}
+                found |= self.reduce(hidden, head, inputs.targets_N, part, temperature=divisor, **other)
+        return found
 
 
 class ValueModel(TokenModel):

@@ -6,7 +6,9 @@ given, with a warning. That is how small test models and from-scratch experiment
 
 from __future__ import annotations
 
+import copy
 import difflib
+import importlib.util
 import json
 import logging
 from collections.abc import Iterator, Sequence
@@ -15,12 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from verl_like.models import attention, families, state_layers
+from verl_like.models.checkpoint_names import ROUTER_BIASES, is_router_bias
 from verl_like.models.heads import (
     VALUE_HEAD,
     PolicyModel,
@@ -30,7 +34,7 @@ from verl_like.models.heads import (
 )
 from verl_like.models.lean_model import Functions, check_liger, liger_functions, put_in
 from verl_like.models.location import TOKENIZER_FILES, check_location
-from verl_like.parallel.sharding import sized_units
+from verl_like.parallel.sharding import saved_buffers, sized_units
 from verl_like.parallel.ulysses import repeated_key_heads
 from verl_like.remote_storage import local_folder, to_shared_memory
 from verl_like.small_files import opened_tensors, read_object
@@ -90,7 +94,24 @@ def load_hf_config(model: ModelConfig, key: str = "model.path") -> PretrainedCon
     except ValueError as error:
         raise ValueError(f"{key}={model.path}: {error}") from error
     _check_router_loss(model, config)
+    if getattr(config, "quantization_config", None):
+        method = published_quantisation(model)["quant_method"]
+        if method == "fp8" and importlib.util.find_spec("accelerate") is None:
+            raise ValueError(f"{key}={model.path}: to load weights in fp8 transformers wants accelerate: install it")
+        log.info("%s=%s: its %s weights are dequantised as they are loaded", key, model.path, method)
+        del config.quantization_config  # of what is trained, sent and written nothing is quantised
     return config
+
+
+def published_quantisation(model: ModelConfig) -> dict[str, Any]:
+    """Read how the weights in a model's folder are quantised: quantization_config of config.json; empty where not."""
+    stored, _ = PretrainedConfig.get_config_dict(local_folder(model.path))
+    return stored.get("quantization_config") or {}
+
+
+def as_sent(model: ModelConfig) -> dict[str, Any]:
+    """Choose what an engine must read otherwise than in config.json: overrides, and that its weights are plain."""
+    return dict(model.override_config) | ({"quantization_config": None} if published_quantisation(model) else {})
 
 
 @contextmanager
@@ -341,7 +362,7 @@ def _check_router_loss(model: ModelConfig, config: PretrainedConfig) -> None:
     """Warn, or refuse, where the config asks for the load-balancing loss of transformers, which is never applied.
 
     It is a product of two means over whatever tokens one forward pass holds, so it would depend on how a mini-batch is
-    cut.
+    cut; engine/router_losses.py has those that do not.
     """
     text = config.get_text_config()
     if "output_router_logits" not in text or not text.output_router_logits:
@@ -349,10 +370,13 @@ def _check_router_loss(model: ModelConfig, config: PretrainedConfig) -> None:
     if "output_router_logits" in model.override_config:
         raise ValueError(
             "model.override_config.output_router_logits=True asks for the router's load-balancing loss "
-            "(router_aux_loss_coef), which is not available: leave it out"
+            "(router_aux_loss_coef), which depends on how a mini-batch is cut: leave it out, and set "
+            "actor_rollout_ref.actor.router.balance_loss_coef"
         )
     log.warning(
-        "the config of %s sets output_router_logits, but the router's load-balancing loss is not applied", model.path
+        "the config of %s sets output_router_logits, but the router's load-balancing loss is not applied by that "
+        "(actor_rollout_ref.actor.router.balance_loss_coef has one)",
+        model.path,
     )
 
 
@@ -371,12 +395,12 @@ def _wrap(hf: PreTrainedModel, model: ModelConfig, kind: Kind, vocab_size: int |
 
 
 def _refuse_saved_buffers(hf: PreTrainedModel) -> None:
-    """Raise ValueError for a model with saved buffers: they would reach neither the rollout engine nor the disk."""
-    buffers = hf.state_dict().keys() - dict(hf.named_parameters(remove_duplicate=False)).keys()
+    """Raise ValueError for saved buffers other than routers' biases: whether they are state nobody here knows."""
+    buffers = [name for name, _ in saved_buffers(hf) if not is_router_bias(name)]
     if buffers:
         raise ValueError(
             f"model type {hf.config.model_type!r} keeps {min(buffers)} (and {len(buffers) - 1} more) in saved buffers, "
-            "which are neither trained nor sent to the rollout engine: not available"
+            "of which it is not known what changes them: not available"
         )
 
 
@@ -392,13 +416,19 @@ def _load_weights(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if has_weights(path):
+            _keep_biases_exact(hf_config)
+            config = copy.deepcopy(hf_config)
+            if published := published_quantisation(model):
+                config.quantization_config = published | {"dequantize": True}
             hf = families.model_class(hf_config).from_pretrained(
                 path,
-                config=hf_config,
+                config=config,
                 dtype=dtype,
                 **implementations,
                 trust_remote_code=model.trust_remote_code,
             )
+            for weight in hf.parameters() if published else ():  # some of its rules end in bfloat16, whatever is asked
+                weight.data = weight.to(dtype) if weight.dtype == torch.bfloat16 else weight
         else:
             log.warning("%s holds no weights: the model starts from random weights (seed %d)", path, seed)
             hf = families.model_class(hf_config).from_config(
@@ -409,7 +439,21 @@ def _load_weights(
             )
         if kind == "value":
             attach_value_head(hf, _stored_tensor(Path(path), VALUE_HEAD))
+    return with_exact_biases(hf)
+
+
+def with_exact_biases(hf: PreTrainedModel) -> PreTrainedModel:
+    """Return the model with its routers' biases in float32, whatever its weights are in."""
+    for name, bias in saved_buffers(hf):
+        bias.data = bias.float() if is_router_bias(name) else bias
     return hf
+
+
+def _keep_biases_exact(config: PretrainedConfig) -> None:
+    """Have transformers load routers' biases in float32 for all types, as it does for most that have one."""
+    found = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if found is not None and families.num_experts(config):
+        found._keep_in_fp32_modules_strict = {*(found._keep_in_fp32_modules_strict or ()), *ROUTER_BIASES}
 
 
 def _stored_tensor(folder: Path, name: str) -> Tensor | None:

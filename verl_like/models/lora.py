@@ -23,6 +23,17 @@ from torch.nn import functional
 
 from verl_like.models.adapter_config import WEIGHTS
 from verl_like.models.checkpoint_names import CheckpointNames
+from verl_like.models.lora_experts import (
+    DOWN,
+    GATE_UP,
+    ParameterAdapter,
+    adapt_experts,
+    adapt_router,
+    adapter_name,
+    base_name,
+    change,
+    stacks_of,
+)
 from verl_like.remote_storage import local_folder
 
 if TYPE_CHECKING:
@@ -39,6 +50,8 @@ _PEFT_PREFIX = "base_model.model."
 
 class LoRALinear(nn.Linear):
     """Linear layer that shares its weight and bias with `base`, and has an adapter."""
+
+    experts = 1
 
     def __init__(self, base: nn.Linear, rank: int, scale: float, dtype: torch.dtype) -> None:
         nn.Module.__init__(self)
@@ -62,15 +75,19 @@ class LoRALinear(nn.Linear):
 class Adapters:
     """Adapters of one model.
 
-    names: the adapted modules, by Hugging Face name.
-    targets: the shortest list of names that means them to peft.
+    names: the adapted modules, by Hugging Face name; of stacked experts those that peft gives their wrappers.
+    targets: the shortest list of names that means the linear layers to peft.
+    parameters: the same of adapted experts and routers.
+    transposed: stacks of experts are [experts, in, out].
     """
 
     names: tuple[str, ...]
     targets: tuple[str, ...]
-    modules: tuple[LoRALinear, ...]
+    modules: tuple[LoRALinear | ParameterAdapter, ...]
     rank: int
     alpha: float
+    parameters: tuple[str, ...] = ()
+    transposed: bool = False
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -96,7 +113,7 @@ class Adapters:
                 continue
             parts.setdefault(module, {})[part] = tensor
             if len(parts[module]) == 3:
-                yield f"{module}.{_WEIGHT}", self._sum(parts.pop(module))
+                yield base_name(module), self._sum(parts.pop(module))
                 adapted.remove(module)
         if adapted:
             raise RuntimeError(f"{len(adapted)} LoRA adapters did not reach the merge, for instance {min(adapted)}")
@@ -105,8 +122,8 @@ class Adapters:
         """Names and shapes of all adapter tensors."""
         found: dict[str, torch.Size] = {}
         for name, module in zip(self.names, self.modules, strict=True):
-            found[f"{name}.{_A}"] = torch.Size((self.rank, module.in_features))
-            found[f"{name}.{_B}"] = torch.Size((module.out_features, self.rank))
+            for part, layer in ((_A, module.lora_A), (_B, module.lora_B)):
+                found[f"{name}.{part}"] = torch.Size((layer.out_features, layer.in_features))
         return found
 
     def scaled(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -115,7 +132,8 @@ class Adapters:
             yield name, tensor * (self.alpha / self.rank) if name.endswith(_B) else tensor
 
     def _sum(self, parts: dict[str, Tensor]) -> Tensor:
-        delta = parts[_B].float() @ parts[_A].float()
+        shape = parts[_WEIGHT].shape
+        delta = change(parts[_B].float(), parts[_A].float(), shape, transposed=self.transposed)
         return (parts[_WEIGHT].float() + self.alpha / self.rank * delta).to(parts[_WEIGHT].dtype)
 
     def peft_config(self, base: str, *, is_value_model: bool) -> dict[str, Any]:
@@ -132,6 +150,7 @@ class Adapters:
             "init_lora_weights": True,
             "inference_mode": True,
             "target_modules": list(self.targets),
+            "target_parameters": list(self.parameters) or None,
             "modules_to_save": [_VALUE_HEAD] if is_value_model else None,
         }
 
@@ -156,28 +175,51 @@ def attach(
     Raises ValueError when nothing is targeted.
     """
     linear: dict[str, nn.Linear] = {n: part for n, part in hf.named_modules() if isinstance(part, nn.Linear)}
-    names = _targets(hf, linear, model, set(() if left_out is None else left_out.modules()))
-    largest = max(min(linear[name].in_features, linear[name].out_features) for name in names)
+    experts, routers = stacks_of(hf)
+    chosen = _targets(hf, linear, model, set(() if left_out is None else left_out.modules()))
+    names = [name for name in chosen if name in linear]
+    matrices = (p for name in chosen for p in hf.get_submodule(name).parameters(recurse=False) if p.ndim > 1)
+    largest = max(min(matrix.shape[-2:]) for matrix in matrices)
     if model.lora_rank > largest:
         raise ValueError(f"model.lora_rank={model.lora_rank}: no layer that is adapted has a rank above {largest}")
     hf.requires_grad_(False)
-    modules = []
+    modules, how = [], (model.lora_rank, model.lora_alpha / model.lora_rank, dtype)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for name in names:
             parent, _, leaf = name.rpartition(".")
-            adapter = LoRALinear(linear[name], model.lora_rank, model.lora_alpha / model.lora_rank, dtype)
+            adapter = LoRALinear(linear[name], *how)
             setattr(hf.get_submodule(parent), leaf, adapter)
             modules.append(adapter)
+        for name in [name for name in chosen if name in experts]:
+            names += [f"{name}.base_layer", name]
+            modules += adapt_experts(experts[name], *how)
+        for name in [name for name in chosen if name in routers]:
+            names.append(name)
+            modules.append(adapt_router(routers[name], *how))
     head = dict(hf.named_children()).get(_VALUE_HEAD)
     if head is not None:
         head.to(dtype).requires_grad_(True)
-    leaves = {name.rpartition(".")[2] for name in names}
-    exact = {name for name in linear if name.rpartition(".")[2] in leaves} == set(names)
-    targets = tuple(sorted(leaves)) if exact else tuple(names)
     return Adapters(
-        names=tuple(names), targets=targets, modules=tuple(modules), rank=model.lora_rank, alpha=model.lora_alpha
+        names=tuple(names),
+        targets=_shortest([name for name in chosen if name in linear], linear, 1),
+        parameters=_shortest(
+            [base_name(name) for name in names if name not in linear],
+            [base_name(n) for name in experts for n in (f"{name}.base_layer", name)] + [f"{n}.weight" for n in routers],
+            3,
+        ),
+        modules=tuple(modules),
+        rank=model.lora_rank,
+        alpha=model.lora_alpha,
+        transposed=any(part.is_transposed for part in experts.values()),
     )
+
+
+def _shortest(names: list[str], among: Iterable[str], parts: int) -> tuple[str, ...]:
+    """Give the last parts of the names, where these mean no others of `among`; else the whole names."""
+    ends = {".".join(name.split(".")[-parts:]) for name in names}
+    exact = {name for name in among if any(_matches(name, [end]) for end in ends)} == set(names)
+    return tuple(sorted(ends)) if exact else tuple(names)
 
 
 def load_adapter(hf: nn.Module, model: ModelConfig) -> None:
@@ -223,10 +265,12 @@ def _targets(
     hf: PreTrainedModel, linear: dict[str, nn.Module], model: ModelConfig, left_out: set[nn.Module]
 ) -> list[str]:
     others = {hf.get_output_embeddings(), dict(hf.named_children()).get(_VALUE_HEAD), *left_out}
-    body = [name for name, part in linear.items() if part not in others]
-    _check_frozen_matrices(hf, linear, body, model.target_modules)
-    _refuse_impossible(hf, set(body), model.target_modules)
-    chosen = [name for name in body if _matches(name, model.target_modules)]
+    experts, routers = stacks_of(hf)
+    body = [name for name, part in linear.items() if part not in others] + [*routers]
+    meant = _experts_meant(hf, experts, model.target_modules)
+    _check_frozen_matrices(hf, {*linear, *routers, *meant}, body, model.target_modules)
+    _refuse_impossible(hf, {*body, *_names_of_experts(hf, meant)}, model.target_modules)
+    chosen = [name for name in body if _matches(name, model.target_modules)] + meant
     excluded = model.exclude_modules
     for each in [[name] for name in excluded] if isinstance(excluded, list) else filter(None, [excluded]):
         if not any(_matches(name, each) for name, _ in hf.named_modules()):
@@ -240,12 +284,37 @@ def _targets(
     return chosen
 
 
-def _check_frozen_matrices(hf: PreTrainedModel, linear: dict[str, nn.Module], body: list[str], wanted: Any) -> None:
-    """Check targets against matrices that stay frozen: routers and stacked experts are no linear layers.
+def _experts_meant(hf: PreTrainedModel, experts: dict[str, Any], wanted: Any) -> list[str]:
+    """Choose the modules of experts of which all is named: themselves, both stacks, or every part of these in files."""
+    chosen = []
+    for name in experts:
+        whole = _matches(name, wanted) or all(
+            _matches(f"{name}.{stack}", wanted)
+            or all(_matches(part, wanted) for part in _stored_parts(hf, f"{name}.{stack}"))
+            for stack in (GATE_UP, DOWN)
+        )
+        chosen += [name] if whole else []
+    return chosen
+
+
+def _names_of_experts(hf: PreTrainedModel, experts: Iterable[str]) -> list[str]:
+    """List all names under which modules of experts can be meant."""
+    stacks = [f"{name}.{stack}" for name in experts for stack in (GATE_UP, DOWN)]
+    return [*experts, *stacks, *(part for stack in stacks for part in _stored_parts(hf, stack))]
+
+
+def _stored_parts(hf: PreTrainedModel, stack: str) -> list[str]:
+    """Names of modules that files hold of the first expert of a stack."""
+    views = CheckpointNames(hf).views(stack, hf.get_parameter(stack).detach()[:1])
+    return [name.removesuffix(f".{_WEIGHT}") for name, _ in views]
+
+
+def _check_frozen_matrices(hf: PreTrainedModel, adapted: set[str], body: list[str], wanted: Any) -> None:
+    """Check targets against matrices that stay frozen: those of experts that are not stacked, or named in part.
 
     Raises ValueError where a target names nothing else; warns where it would have meant them too.
     """
-    frozen = _matrices_without_layer(hf, linear)
+    frozen = _matrices_without_layer(hf, adapted)
     if not frozen:
         return
     for target in [[name] for name in wanted] if isinstance(wanted, list) else [wanted]:
@@ -255,18 +324,18 @@ def _check_frozen_matrices(hf: PreTrainedModel, linear: dict[str, nn.Module], bo
         if not any(_matches(name, target) for name in body):
             raise ValueError(
                 f"model.target_modules={wanted!r}: {target[0] if isinstance(target, list) else target} names "
-                f"{meant[0]}, and LoRA adapts neither experts nor routers: name the linear layers of attention, use "
-                "all-linear, or train all weights (lora_rank=0)"
+                f"{meant[0]}, which gets no adapter: experts are adapted whole, where transformers stacks them (name "
+                "experts, or their gate, up and down projections); or train all weights (lora_rank=0)"
             )
         log.warning(
-            "model.target_modules=%s: LoRA adapts linear layers; experts and routers (%s and %d more) stay frozen",
+            "model.target_modules=%s: %s and %d more stay frozen: experts are adapted whole, where they are stacked",
             *(wanted, meant[0], len(meant) - 1),
         )
 
 
-def _matrices_without_layer(hf: PreTrainedModel, linear: dict[str, nn.Module]) -> list[str]:
-    """Find modules, by the names of checkpoints, whose matrices belong to no linear layer, embedding or convolution."""
-    owned = {*linear, *(n for n, part in hf.named_modules() if isinstance(part, nn.Embedding | nn.Conv2d | nn.Conv3d))}
+def _matrices_without_layer(hf: PreTrainedModel, adapted: set[str]) -> list[str]:
+    """Find modules, by the names of checkpoints, whose matrices get no adapter and belong to no embedding or such."""
+    owned = {*adapted, *(n for n, part in hf.named_modules() if isinstance(part, nn.Embedding | nn.Conv2d | nn.Conv3d))}
     stored = CheckpointNames(hf)
     loose = [(name, p) for name, p in hf.named_parameters() if p.ndim > 1 and name.rpartition(".")[0] not in owned]
     views = (view for name, parameter in loose for view, _ in stored.views(name, parameter.detach()))
@@ -304,7 +373,9 @@ def _matches(name: str, wanted: Any) -> bool:
 
 
 def _split(name: str) -> tuple[str, str | None]:
-    for part in (_A, _B, _WEIGHT):
+    """Split the name of a tensor into that of its adapter and of the part it is; (name, None) for others."""
+    for part in (_A, _B):
         if name.endswith(f".{part}"):
             return name.removesuffix(f".{part}"), part
-    return name, None
+    adapter = adapter_name(name)
+    return (name, None) if adapter is None else (adapter, _WEIGHT)

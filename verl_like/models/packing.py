@@ -107,8 +107,8 @@ class ModelInput:
         )
 
     def unpack(self, values_N: Tensor) -> Tensor:
-        """Spread answers [N] over the response tokens of the batch [T], zero elsewhere; differentiable."""
-        return values_N.new_zeros(self.num_out).index_copy(0, self.out_N, values_N)
+        """Spread answers [N] or [N, K] over the response tokens of the batch, zero elsewhere; differentiable."""
+        return values_N.new_zeros(self.num_out, *values_N.shape[1:]).index_copy(0, self.out_N, values_N)
 
 
 _MOVED = ("input_ids", "position_ids", "attention_mask", "select_N", "targets_N", "out_N")

@@ -145,6 +145,10 @@ class VisionProcessor:
             done = at + 1
         return [*expanded, *ids[done:]], placed
 
+    def placeholders(self, ids: Sequence[int]) -> list[str]:
+        """List the kinds, image or video, of the placeholders among tokens, in their order."""
+        return [self._token_ids[token] for token in ids if token in self._token_ids]
+
     def check_places(self, what: str, ids: Sequence[int], media: Media) -> None:
         """Check that the images' tokens stand where their handles say; raises ValueError otherwise."""
         for handle in media:

@@ -46,6 +46,7 @@ def _seconds(value: float) -> str:
 
 COLUMNS = (
     _Column("score", ("critic/score/mean",), 7, _significant),
+    _Column("loss", ("train/loss",), 8, _significant),
     _Column("length", ("response_length/mean",), 7, lambda value: f"{value:.0f}" if value >= 100 else f"{value:.1f}"),
     _Column("cut", ("response_length/clip_ratio",), 5, lambda value: f"{value:.0%}"),
     _Column("entropy", ("actor/entropy",), 8, _significant),

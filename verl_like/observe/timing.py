@@ -9,7 +9,7 @@ from typing import Protocol
 
 # Phases whose cost follows the sampled tokens; the cost of all others follows prompt + response tokens (as verl).
 _RESPONSE_TOKEN_PHASES = frozenset({"gen"})
-_ALL_TOKEN_PHASES = frozenset({"old_log_prob", "ref", "values", "adv", "update_critic", "update_actor"})
+_ALL_TOKEN_PHASES = frozenset({"old_log_prob", "ref", "teacher", "values", "adv", "update_critic", "update_actor"})
 
 
 class PhaseObserver(Protocol):

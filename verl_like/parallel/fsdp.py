@@ -20,7 +20,15 @@ from torch.distributed.tensor import DTensor
 from verl_like.parallel import broken_pass
 from verl_like.parallel.checksum import Slice, as_matrix
 from verl_like.parallel.materialize import Materializer
-from verl_like.parallel.sharding import build_mesh, build_tensor_mesh, fill_devices, local_tensor, named_states, release
+from verl_like.parallel.sharding import (
+    build_mesh,
+    build_tensor_mesh,
+    fill_devices,
+    local_tensor,
+    named_states,
+    release,
+    saved_buffers,
+)
 from verl_like.parallel.tensor import TensorSplitter, sum_in_place
 
 if TYPE_CHECKING:
@@ -222,14 +230,19 @@ class Sharding:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, full tensor on the device), cast to `dtype` before the gather where possible.
 
-        wanted: true for the names to gather; None gathers all.
+        Saved buffers come last, in float32. wanted: true for the names to gather; None gathers all.
         """
         for name, parameter in self.root.named_parameters():
             if wanted is None or wanted(name):
                 yield name, self._gather(parameter, parameter, dtype)
+        for name, buffer in saved_buffers(self.root):
+            if wanted is None or wanted(name):
+                yield name, buffer.to(device=self._device, dtype=torch.float32, copy=True)
 
     def local_slices(self) -> Iterator[tuple[str, torch.Size, Slice]]:
-        """Yield (name, whole shape, this rank's part on the device) of every parameter, in the precision of the shards.
+        """Yield (name, whole shape, this rank's part on the device) of all weights, in the precision of the shards.
+
+        Saved buffers are the part of the first rank.
 
         A parameter may have several parts here, or none. Over the ranks of `sum_over_shards` every entry comes once; of
         the entries that the ranks of a tensor-parallel group hold alike, the first rank yields them. Gathers nothing.
@@ -253,6 +266,9 @@ class Sharding:
             starts[0] += min(each * mesh.get_local_rank("shard"), rows)
             if local.numel():
                 yield name, parameter.shape, _placed(local, parameter.shape, starts)
+        if self._mesh.get_local_rank("shard") == 0:
+            for name, buffer in saved_buffers(self.root):
+                yield name, buffer.shape, _placed(buffer.detach().to(self._device), buffer.shape, [0] * buffer.ndim)
 
     def sum_over_shards(self, numbers: Tensor) -> Tensor:
         """Add up numbers over the ranks that hold one model together; on the device."""
@@ -273,7 +289,8 @@ class Sharding:
 
     def model_state(self) -> dict[str, Tensor]:
         """Shards by name, for a checkpoint. Reading a checkpoint into it changes the model."""
-        return {name: parameter.detach() for name, parameter in self.root.named_parameters()}
+        state = {name: parameter.detach() for name, parameter in self.root.named_parameters()}
+        return state | dict(saved_buffers(self.root))
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """States of the optimizer by "<name>.<state>"; zero before the first step.

@@ -50,8 +50,9 @@ class Materializer:
                 if parameter is not None:
                     part._parameters[name] = self._filled_parameter(parameter, next(dtypes))
             for name, buffer in part._buffers.items():
-                if buffer is not None:
-                    part._buffers[name] = self._filled_buffer(buffer, next(dtypes))
+                if buffer is not None:  # one that is saved is state, and keeps its precision
+                    saved = name not in part._non_persistent_buffers_set
+                    part._buffers[name] = self._filled_buffer(buffer, next(dtypes), cast=not saved)
 
     def _is_new(self, part: nn.Module) -> bool:
         return id(part) not in self._done
@@ -66,9 +67,9 @@ class Materializer:
             self._filled[key] = filled
         return filled
 
-    def _filled_buffer(self, buffer: Tensor, dtype: torch.dtype) -> Tensor:
+    def _filled_buffer(self, buffer: Tensor, dtype: torch.dtype, *, cast: bool) -> Tensor:
         filled = _from_rank_0(buffer, self._buffer_device, dtype)
-        return filled.to(self._buffer_dtype) if self._buffer_dtype and filled.is_floating_point() else filled
+        return filled.to(self._buffer_dtype) if cast and self._buffer_dtype and filled.is_floating_point() else filled
 
 
 def _specs(parts: list[tuple[str, nn.Module]]) -> Specs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
@@ -63,6 +63,14 @@ def shard_index(tensor: Tensor) -> int:
         if not placement.is_replicate():
             index = index * tensor.device_mesh.size(axis) + position[axis]
     return index
+
+
+def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, buffer) of the buffers that are a model's state, as its weights are; every rank holds them whole."""
+    for path, part in model.named_modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer
 
 
 def add_l2_gradient(parameters: Iterable[nn.Parameter], coefficient: float) -> None:

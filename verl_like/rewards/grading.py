@@ -242,7 +242,7 @@ def report(scores: Scores, graded: Sequence[Graded], *, step: int, failure_penal
         *(step, len(failures), len(scores), _kinds(failures)),
         "are left out" if failure_penalty is None else f"score {failure_penalty:g}",
     )
-    for failure in failures[:_LOGGED_FAILURES]:
+    for failure in _different(failures):
         failed = graded[failure.row]
         logger.warning(
             "reward %s: row %d (dataset index %d, data_source %s), response %r:\n%s",
@@ -317,8 +317,14 @@ def require_enough(batches: Sequence[Scores], *, step: int, most: float = 1.0, g
             f"{len(failures)} of {total} rewards failed ({_kinds(failures)}), more than "
             f"reward_model.max_failure_fraction={most:g}; to train on such rows, set reward_model.failure_penalty"
         )
-    shown = [f"row {f.row} of data_source {f.data_source}: {f.kind}: {f.message}" for f in failures[:_LOGGED_FAILURES]]
+    shown = [f"row {f.row} of data_source {f.data_source}: {f.kind}: {f.message}" for f in _different(failures)]
     raise RewardError("\n  ".join([f"step {step}: {what}. Graded by {graded_by}. The first:", *shown]))
+
+
+def _different(failures: Sequence[RewardFailure]) -> list[RewardFailure]:
+    """The first of each message and data source, a few of them."""
+    first = {(f.message, f.data_source): f for f in reversed(failures)}
+    return sorted(first.values(), key=lambda f: f.row)[:_LOGGED_FAILURES]
 
 
 def _kinds(failures: Sequence[RewardFailure]) -> str:

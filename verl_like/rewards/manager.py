@@ -146,8 +146,8 @@ class RewardManager:
     def try_out(self, row: PromptRow, responses: Sequence[str]) -> None:
         """Call the user's function with responses to a row, before training.
 
-        Raises RewardFunctionError if it gives no reward for any of them (None, text, a dict without "score"); what it
-        raises is logged.
+        Raises RewardFunctionError if it gives no reward for any of them (None, text, a dict without "score", nothing
+        until its time limit); what it raises is logged.
         """
         if not self.rule_grades:
             return
@@ -156,14 +156,20 @@ class RewardManager:
         if not scorers:
             return
         answer = Answer(row=row, prompt_ids=(), response_ids=())
-        calls = [Graded(answer=answer, text=text).call(scorers[0], self._server()) for text in responses]
-        outcomes = [future.result() for future in scorers[0].submit(calls)]
+        outcomes: list[RewardOutcome] = []
+        while len(outcomes) < len(responses) and not (outcomes and outcomes[-1].kind == "timeout"):  # once is enough
+            call = Graded(answer=answer, text=responses[len(outcomes)]).call(scorers[0], self._server())
+            outcomes += [future.result() for future in scorers[0].submit([call])]
         tell_of_deaths(outcomes, self.graded_by)
-        failed = [f"response {r[:60]!r}: {o.message}" for r, o in zip(responses, outcomes, strict=True) if o.kind]
+        failed: dict[str, list[str]] = {}
+        for response, outcome in ((r, o) for r, o in zip(responses, outcomes, strict=False) if o.kind):
+            message = outcome.message + "; return sooner, or raise it" * (outcome.kind == "timeout")
+            failed[message] = [*failed.get(message, []), repr(response[:60])]
         if failed:
-            what = f"{self.graded_by}: tried with row {row.index} of data_source {row.data_source}"
-            text = "\n  ".join([f"{what}, {len(failed)} of {len(calls)} calls failed:", *failed])
-            if all(outcome.kind == "bad_value" for outcome in outcomes):
+            what = f"{self.graded_by}: tried with row {row.index} of data_source {row.data_source}, "
+            what += f"{sum(map(len, failed.values()))} of {len(outcomes)} calls failed:"
+            text = "\n  ".join([what, *(f"response {', '.join(texts)}: {told}" for told, texts in failed.items())])
+            if all(outcome.kind in ("bad_value", "timeout") for outcome in outcomes):
                 raise RewardFunctionError(text)
             logger.warning("%s", text)
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from verl_like.models.checkpoint_names import sent_as
 from verl_like.parallel.checksum import WIDTH, Slice, as_matrix, checksum_of, sketch, total, values_of
 
 Box = tuple[int, int, int, int]  # row, column, rows, columns
@@ -176,7 +177,7 @@ def checksums(parts: Iterator[Held], layout: Layout, dtype: torch.dtype, group: 
     for item in parts:
         part = item.part
         held.append((item.place, item.name, (part.row, part.column, *part.values.shape)))
-        sums.append(_sum_in(part, dtype))
+        sums.append(_sum_in(part, sent_as(item.name, dtype)))
     mine: dict[tuple[str, str], dict[Box, int]] = {}
     for (place, name, box), number in zip(held, values_of(sums), strict=True):
         mine.setdefault((place, name), {})[box] = number

@@ -25,10 +25,11 @@ from verl_like.config import ModelConfig
 from verl_like.models import lora, vision
 from verl_like.models.checkpoint_names import CheckpointNames
 from verl_like.models.families import model_class, padded_attention
-from verl_like.models.loading import load_tokenizer
+from verl_like.models.loading import load_tokenizer, with_exact_biases
 from verl_like.models.vision import VisionInput
 from verl_like.parallel.checksum import Slice, checksum, sketch, values_of
 from verl_like.parallel.host_memory import is_out_of_memory
+from verl_like.parallel.sharding import saved_buffers
 from verl_like.rollout.base import EngineSpec, SteppedRolloutEngine
 from verl_like.rollout.hf_batch import Batch
 from verl_like.rollout.int8 import Int8Linear, quantise_linears
@@ -296,8 +297,9 @@ class HFRolloutEngine(SteppedRolloutEngine):
         named: dict[str, Tensor] = {}
         for name, parameter in self._module.named_parameters(remove_duplicate=False):
             named |= self._stored.views(name, parameter)
-        saved = self._module.state_dict().keys()
-        return named | {name: buffer for name, buffer in self._module.named_buffers() if name in saved}
+        for name, buffer in saved_buffers(self._module):
+            named |= self._stored.views(name, buffer)
+        return named
 
     @torch.no_grad()
     def _score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -338,7 +340,7 @@ def _empty_model(
             hf_config, dtype=dtype, attn_implementation=padded_attention(hf_config), trust_remote_code=trust_remote_code
         )
     model.tie_weights()
-    return model.eval().requires_grad_(False)
+    return with_exact_biases(model).eval().requires_grad_(False)
 
 
 def _attach_adapters(hf: PreTrainedModel, model: ModelConfig, dtype: torch.dtype) -> None:

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ from verl_like.config import PPOConfig
 from verl_like.config.errors import input_errors, problems_of, raise_if_any
 from verl_like.config.roles import ACTOR, ROLLOUT
 from verl_like.config.schema import to_dict
-from verl_like.data.dataset import Dataset
+from verl_like.data.dataset import Dataset, make_encoder
 from verl_like.data.loader import PromptLoader, iterate_all
 from verl_like.episodes.answering import Answering
 from verl_like.episodes.collector import Collector
@@ -39,6 +40,7 @@ from verl_like.trainer.costs import SpeedReport
 from verl_like.trainer.dispatch import RowBalance
 from verl_like.trainer.facts import Facts, required, train_loader
 from verl_like.trainer.folders import log_dir, profile_dir
+from verl_like.trainer.loop import Loop
 from verl_like.trainer.own_code import trainer_class
 from verl_like.trainer.ppo import PPOTrainer
 from verl_like.trainer.recording import RecordedSource, Recorder
@@ -48,7 +50,7 @@ from verl_like.trainer.reporting import Reporter
 from verl_like.trainer.resume import fetch_resume, find_resume, processes_text
 from verl_like.trainer.reward_check import grade_sample, try_rewards
 from verl_like.trainer.reward_models import use_reward_model
-from verl_like.trainer.roles import ActorHandle, CriticHandle, ReferenceHandle, RoleHandle
+from verl_like.trainer.roles import ActorHandle, CriticHandle, ReferenceHandle, RoleHandle, TeacherHandle
 from verl_like.trainer.start_checks import problems
 from verl_like.trainer.start_messages import start_phase, worker_start_text
 from verl_like.trainer.state import TrainState
@@ -62,6 +64,25 @@ logger = logging.getLogger(__name__)
 Handle = TypeVar("Handle", bound=RoleHandle)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """Parts on the driver by which a run of one trainer.objective differs from others.
+
+    facts: what the run is made of. problems: yields what is wrong with them. assemble: puts the trainer together, as
+    `assemble` does.
+    """
+
+    facts: type[Facts]
+    problems: Callable[[Any], Iterator[str]]
+    assemble: Callable[..., Loop]
+
+
+def objective_of(config: PPOConfig) -> Objective:
+    """Return the parts of trainer.objective."""
+    name = config.trainer.objective
+    return Objective(facts=Facts, problems=problems, assemble=assemble) if name == "rl" else part("objective", name)()
+
+
 def prepare(config: PPOConfig, stack: ExitStack, told: Iterable[str] = ()) -> Facts:
     """Check everything that needs no worker: own code, tools, model files, data, batch plan, graders.
 
@@ -70,8 +91,9 @@ def prepare(config: PPOConfig, stack: ExitStack, told: Iterable[str] = ()) -> Fa
 
     told: problems that are known already. Raises ConfigError with these and all that can be told besides.
     """
-    facts = Facts(config, stack)
-    raise_if_any([*told, *problems(facts)])
+    objective = objective_of(config)
+    facts = objective.facts(config, stack)
+    raise_if_any([*told, *objective.problems(facts)])
     logger.info("%d process(es) on %s; %s", facts.plan.world_size, facts.device, facts.plan.table())
     raise_if_any(problems_of(lambda: facts.memory))  # which is logged before anything starts
     return facts
@@ -83,7 +105,11 @@ def prepared(config: PPOConfig) -> Iterator[Facts]:
     with ExitStack() as stack:
         with input_errors(), start_phase("tokenizer, data, graders"):
             ready = prepare(config, stack)
-            if ready.rewards.rule_grades and not (ready.rewards.asks_judge or config.env.train.tags):
+            if (
+                config.trainer.objective == "rl"
+                and ready.rewards.rule_grades
+                and not (ready.rewards.asks_judge or config.env.train.tags)
+            ):
                 try:
                     grade_sample(ready.train, ready.rewards, ready.tokenizer)
                 except ValueError as error:  # a grader of one's own may want answers of another form
@@ -96,10 +122,10 @@ def started(
     ready: Facts,
     workers: Workers,
     confirm_folder: Callable[[], None] = lambda: None,
-    kind: type[PPOTrainer] | None = None,
+    kind: type[Loop] | None = None,
     *,
     again: bool = False,
-) -> Iterator[PPOTrainer]:
+) -> Iterator[Loop]:
     """Start a trainer whose workers live as long as the context.
 
     Args:
@@ -110,7 +136,7 @@ def started(
         again: an earlier start of this run, which saved a checkpoint, was lost: resume from the newest checkpoint of
             this run's folder, whatever trainer.resume_mode says.
     """
-    config, inputs, plan, rewards = ready.config, ready, ready.plan, ready.rewards
+    config, inputs, plan = ready.config, ready, ready.plan
     inputs.tool_usage()  # what tools did in a step that was lost with an earlier start counts for no step
     with ExitStack() as stack:
         with input_errors():
@@ -131,11 +157,8 @@ def started(
         logger.info("start: %s", worker_start_text(pools.ask("start_seconds")))
         for line in dict.fromkeys(itertools.chain.from_iterable(pools.ask("differences"))):
             logger.warning("%s", line)
-        tokenizers = inputs.reward_tokenizers or (inputs.tokenizer, None)
-        use_reward_model(config, plan, pools, rewards, tokenizers)
-        if rewards.awaits_servers:
-            with input_errors():
-                try_rewards(config, inputs, rewards)
+        if config.trainer.objective == "rl":
+            _use_reward_models(ready, pools)
         stop = stack.enter_context(graceful_interrupt())
         timeout = config.trainer.rpc_timeout
         peaks = {name: group.call_all("device_peak").wait(timeout=timeout) for name, group in groups.items()}
@@ -145,9 +168,18 @@ def started(
         stack.callback(report.close)
         loader = train_loader(config, inputs.train, plan)
         parts = (loader, pools, report, stop, checkpoints, stack)
-        trainer = assemble(ready, *parts, kind or trainer_class(config))
+        trainer = objective_of(config).assemble(ready, *parts, kind)
         stack.callback(settle(seldom=config.trainer.launcher != "local"))
         yield trainer
+
+
+def _use_reward_models(ready: Facts, pools: Pools) -> None:
+    """Give the graders the run's own models, and try those that had to wait for them."""
+    rewards, tokenizers = ready.rewards, ready.reward_tokenizers or (ready.tokenizer, None)
+    use_reward_model(ready.config, ready.plan, pools, rewards, tokenizers)
+    if rewards.awaits_servers:
+        with input_errors():
+            try_rewards(ready.config, ready, rewards)
 
 
 def build_reporter(ready: Facts, speed: SpeedReport, resumed_at: int | None) -> Reporter:
@@ -187,7 +219,7 @@ def assemble(
     stop: StopFlag,
     checkpoints: Checkpoints,
     stack: ExitStack,
-    kind: type[PPOTrainer],
+    kind: type[PPOTrainer] | None,
 ) -> PPOTrainer:
     """Put the driver's parts around the worker groups; `stack` closes those that have to be."""
     config, plan, costs, rewards = facts.config, facts.plan, facts.costs, facts.rewards
@@ -206,22 +238,27 @@ def assemble(
     replicas = StandingRolloutGroup(pool, **sampling) if standing else RolloutGroup(pool, plan, **sampling)
     pools.reachable, weights.reachable = replicas.paused, replicas.renewed
 
+    def shared(name: str, cost: ModelCost | None) -> dict[str, Any]:
+        sharing = {"cost": cost, "share_prompts": shares_prompts(plan.roles[name].config.model)}
+        return {"balance": settings.balance_batch, "timeout_s": settings.rpc_timeout, **sharing}
+
     def models(role: type[Handle], cost: ModelCost | None, **options: Any) -> Handle | None:
         if role.role not in plan.roles:
             return None
-        sharing = {"cost": cost, "share_prompts": shares_prompts(plan.roles[role.role].config.model)}
-        shared = {"balance": settings.balance_batch, "timeout_s": settings.rpc_timeout}
-        return role(pools.of(role.role), plan, **sharing, **shared, **options)
+        return role(pools.of(role.role), plan, **shared(role.role, cost), **options)
 
     actor = models(ActorHandle, costs.actor, on_change=weights.changed)
     critic = models(CriticHandle, costs.critic)
+    frozen = {n: TeacherHandle(n, pools.of(n), plan, **shared(n, cost)) for n, cost in costs.teachers.items()}
+    encoder = make_encoder(facts.data, facts.tokenizer)
+    teaching = (config, facts.tokenizer, encoder, frozen)
     assert actor is not None
     how = answering(config, facts, validation=False)
     source = RecordedSource if skips or recorded else Collector
     collector = source(loader, rewards, replicas, how, config, plan.total_training_steps)
     stack.callback(replicas.close)
     stack.callback(collector.close)
-    return kind(
+    return (kind or trainer_class(config))(
         config=config,
         plan=plan,
         total_steps=required(plan.total_training_steps),
@@ -231,6 +268,7 @@ def assemble(
         actor=actor,
         reference=models(ReferenceHandle, costs.actor),
         critic=critic,
+        teachers=part("teachers", "open")(*teaching) if config.distillation.enabled else None,
         recorder=Recorder(config, [role for role in (actor, critic) if role is not None]),
         weights=weights,
         rewards=rewards,

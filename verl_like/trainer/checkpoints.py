@@ -23,7 +23,6 @@ from verl_like.checkpoint.checksums import collect
 from verl_like.cluster.worker_group import GroupStopped
 from verl_like.config import PPOConfig, TrainerConfig
 from verl_like.config.errors import ConfigError, RunStopped
-from verl_like.episodes.collector import Collector
 from verl_like.models.loading import write_generation_config
 from verl_like.models.vision import VisionProcessor
 from verl_like.observe.run_folder import STEP_PROOF
@@ -38,15 +37,36 @@ from verl_like.trainer.state import TrainState
 logger = logging.getLogger(__name__)
 
 
+class Source(Protocol):
+    """Place of a run in its data, as checkpoints hold it: `episodes.collector.Collector`, and those of plugins."""
+
+    def trained(self) -> None:
+        """Note that what was drawn last is trained."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any], folder: Path) -> None:
+        """Go on from a saved state. Raises ValueError where the data are others."""
+
+    def save_under_way(self, folder: Path) -> None:
+        """Write what is under way into the checkpoint's folder."""
+
+
 class Run(Protocol):
-    """Parts of a run that a checkpoint holds, and that it talks to: `ppo.PPOTrainer`."""
+    """Parts of a run that a checkpoint holds, and that it talks to: `loop.Loop`."""
 
     config: PPOConfig
     state: TrainState
-    source: Collector
     actor: ActorHandle
     critic: CriticHandle | None
     total_steps: int
+
+    @property
+    def source(self) -> Source:
+        """Place in the data."""
+        ...
 
     def report_step(self) -> dict[str, float]:
         """Hand out the finished step's metrics, once."""

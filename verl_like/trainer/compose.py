@@ -39,6 +39,7 @@ from verl_like.config.spellings import Change, canonical, newer_than_here, renam
 from verl_like.models.adapter_config import adapter_settings
 from verl_like.observe.redaction import HIDDEN, redacted_tree
 from verl_like.observe.run_folder import flat
+from verl_like.registry import PARTS, part
 from verl_like.text import one_line
 from verl_like.trainer.yaml_anchors import inline_all, is_helper, own_data_keys
 from verl_like.user_code import EXTERNAL_MODULES, UserCodeError, external_modules, import_modules
@@ -56,6 +57,7 @@ GROUPS = {
     "reward_model": "reward_model",
     "algorithm": "algorithm",
     "trainer": "trainer",
+    "objective": "_global_",
     "preset": "_global_",
 }
 
@@ -163,6 +165,7 @@ def compose_tree(overrides: Overrides, yaml_files: Sequence[str | Path]) -> tupl
         for text in overrides:
             _read_override(text, settings)
     settings.warnings += _given_twice(_leaves(settings.changes[in_files:]))
+    _take_objective(settings)
     inlined, problems = inline_all(_leaves(settings.changes), settings.helpers)
     settings.problems += problems
     changes, warnings = canonical(_leaves(inlined))
@@ -173,6 +176,16 @@ def compose_tree(overrides: Overrides, yaml_files: Sequence[str | Path]) -> tupl
     raise_if_any([problem for change in changes if (problem := _apply(tree, change))])
     _import_users_modules(tree)
     return tree, changes, settings.warnings + warnings + _corrected(tree, changes) + _adapted(tree, changes)
+
+
+def _take_objective(settings: Settings) -> None:
+    """Read the changes as verl's program of trainer.objective spells them, over the defaults of that group."""
+    chosen = [text.partition("=")[2] for text in settings.groups if text.startswith("objective@")]
+    chosen += [change.value for change in _leaves(settings.changes) if change.key == "trainer.objective"]
+    if chosen and chosen[-1] in PARTS["names"]:
+        settings.groups.append(_group_override("objective", None, chosen[-1]))
+        settings.changes, warnings = part("names", chosen[-1])(_leaves(settings.changes))
+        settings.warnings += warnings
 
 
 def _adapted(tree: DictConfig, changes: Sequence[Change]) -> list[str]:
@@ -246,7 +259,13 @@ def to_config(tree: DictConfig) -> PPOConfig:
     except OmegaConfBaseException as error:
         raise ConfigError([_unresolved(error)]) from error
     assert isinstance(plain, dict)
-    return from_dict({str(name): value for name, value in plain.items()})
+    try:
+        return from_dict({str(name): value for name, value in plain.items()})
+    except ConfigError as error:  # what a key takes over from another is that one's fault
+        written = OmegaConf.to_container(tree, resolve=False)
+        told = {text.partition("=")[0]: text for text in error.problems}
+        own = [text for key, text in told.items() if told.keys().isdisjoint(_sources(key, _leaf(written, key)))]
+        raise ConfigError(own) from error
 
 
 def _unresolved(error: OmegaConfBaseException) -> str:
@@ -439,7 +458,8 @@ def _leaves(changes: list[Change]) -> list[Change]:
     """Split dictionaries given to a section into one change per leaf; those given to an open dictionary stay whole."""
     flat: list[Change] = []
     for change in changes:
-        inside_open = find_key(change.key) is not None
+        # teachers have names of their own, and the keys below them names that are translated
+        inside_open = find_key(change.key) is not None and not change.key.startswith("distillation.teacher_models")
         if isinstance(change.value, dict) and change.value and not inside_open:
             flat += _leaves([Change(f"{change.key}.{name}", value) for name, value in change.value.items()])
         elif not (change.value in ({}, None) and change.key in sections()):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from verl_like.batch import Rollouts
+from verl_like.batch import Experience, Rollouts
 from verl_like.config import ModelConfig, PPOConfig
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.roles import CRITIC
@@ -22,6 +22,7 @@ class ModelCosts:
 
     actor: ModelCost
     critic: ModelCost | None
+    teachers: Mapping[str, ModelCost] = field(default_factory=dict)  # by the name of their role
 
     @classmethod
     def of(cls, config: PPOConfig, plan: BatchPlan) -> ModelCosts:
@@ -30,6 +31,7 @@ class ModelCosts:
         return cls(
             actor=_cost_of(config.actor_rollout_ref.model),
             critic=_cost_of(critic).with_value_head() if CRITIC in plan.roles else None,
+            teachers={n: _cost_of(role.config.model) for n, role in plan.roles.items() if n.startswith("teacher")},
         )
 
 
@@ -49,7 +51,7 @@ class SpeedReport(Protocol):
     """Distance of each step from what the devices allow."""
 
     def metrics(
-        self, rollouts: Rollouts, seconds: Mapping[str, float], metrics: Mapping[str, float]
+        self, rollouts: Rollouts | Experience, seconds: Mapping[str, float], metrics: Mapping[str, float]
     ) -> dict[str, float]:
         """perf/mfu/*, perf/floor_ratio/* and perf/memory_forecast/* of one step, whose other metrics are known."""
         ...

@@ -19,9 +19,10 @@ from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.errors import raise_if_any
 from verl_like.config.paths import DATA_FILES, Files
 from verl_like.config.placement import has_further_pools
-from verl_like.config.roles import RoleConfig
+from verl_like.config.roles import ACTOR, REF, RoleConfig
+from verl_like.data.chat import check_template
 from verl_like.data.dataset import Dataset, make_encoder
-from verl_like.data.foreign import build_dataset
+from verl_like.data.foreign import build_dataset, check_files
 from verl_like.data.loader import PromptLoader
 from verl_like.data.sampler import ResumableSampler, Sampler
 from verl_like.data.templates import SYSTEM_PROMPTS
@@ -93,10 +94,17 @@ class Facts:
         """Tokenizer of the policy."""
         model, data = self.config.actor_rollout_ref.model, self.config.data
         self._require(data.tokenizer or model.path)
-        trust = model.trust_remote_code or data.trust_remote_code
-        tokenizer = load_tokenizer(data.tokenizer or model.path, trust, "data.tokenizer" if data.tokenizer else _MODEL)
+        trust, key = model.trust_remote_code or data.trust_remote_code, "data.tokenizer" if data.tokenizer else _MODEL
+        try:
+            tokenizer = load_tokenizer(data.tokenizer or model.path, trust, key)
+        except ValueError as error:
+            if key == _MODEL and "config.json" in str(error):
+                _ = self.hf_config  # whose words are the right ones, where that file is at fault
+            raise
         if model.custom_chat_template:
             tokenizer.chat_template = model.custom_chat_template
+        if data.chat_template == "native":
+            check_template(tokenizer, f"{key}={data.tokenizer or model.path}")
         return tokenizer
 
     @Fact
@@ -107,10 +115,10 @@ class Facts:
 
     def hf_config_of(self, role: RoleConfig) -> PretrainedConfig:
         """Hugging Face config of a role's model."""
-        if role.kind == "policy":
+        if role.name in (ACTOR, REF):
             return self.hf_config
         self._require(role.model.path)
-        return load_hf_config(role.model, f"{role.model_section}.path")
+        return load_hf_config(role.model, role.path_key)
 
     @Fact
     def eos_ids(self) -> tuple[int, ...]:
@@ -121,6 +129,8 @@ class Facts:
     """Processor of a model that looks at images."""
     reward_tokenizers = Fact(lambda facts: load_reward_model(facts.config))
     """Tokenizers of the policy's texts and of the reward model, where these differ."""
+    room = Fact(lambda facts: None)
+    """Room for the processes that filter prompts: start_checks tells where there is none."""
     toolbox: Fact[Toolbox | None] = Fact(lambda facts: part("tools", "open")(facts.config, facts._stack))
     """Tools and environments; None where the run has none."""
 
@@ -147,10 +157,15 @@ class Facts:
             return self._of_environments[split == "val"]
         if split == "val" and not files:
             return None
-        options: dict[str, Any] = {"seed": self.config.trainer.seed, "vision": self.vision}
-        options["tools"] = () if self.toolbox is None else self.toolbox.schemas
-        options["limit_images"] = self.config.actor_rollout_ref.rollout.limit_images
-        return build_dataset(self.data, files, self.tokenizer, split=split, **options)
+        try:
+            tools = () if self.toolbox is None else self.toolbox.schemas
+            needs: dict[str, Any] = {"data": self.data, "tokenizer": self.tokenizer, "vision": self.vision}
+            _ = self.room
+        except (ValueError, OSError):
+            check_files(self.config.data, files, split)  # whose own faults are told all the same
+            raise
+        limit, seed = self.config.actor_rollout_ref.rollout.limit_images, self.config.trainer.seed
+        return build_dataset(files=files, split=split, seed=seed, tools=tools, limit_images=limit, **needs)
 
     @Fact
     def plan(self) -> BatchPlan:

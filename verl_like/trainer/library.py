@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 from verl_like.config import PPOConfig
 from verl_like.observe.run_folder import Run, read_run
@@ -38,4 +38,5 @@ def build(
     Its processes and its hold on the folder end with the context. Arguments and errors: see `run`.
     """
     quiet_tokenizers()
-    return opened(config, reward, trainer)
+    # with trainer.objective=sft the class is that objective's, with the same methods for a loop
+    return cast("AbstractContextManager[PPOTrainer]", opened(config, reward, trainer))

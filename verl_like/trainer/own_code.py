@@ -15,7 +15,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import cloudpickle
 
@@ -25,17 +25,20 @@ from verl_like.algorithms.policy_losses import POLICY_LOSSES
 from verl_like.config import PPOConfig
 from verl_like.config.errors import problems_of
 from verl_like.observe.trackers import check_trackers
+from verl_like.trainer.loop import Loop
 from verl_like.trainer.ppo import PPOTrainer
-from verl_like.user_code import UserCodeError, load
+from verl_like.user_code import UserCodeError, load, resolve_path
 from verl_like.workers.roles import reward_worker_class
 
 logger = logging.getLogger(__name__)
 _REWARD = "compute_score"
+T = TypeVar("T", bound=Loop)
 
 
 def check_own_code(config: PPOConfig) -> Iterator[str]:
     """Check that the code is there, can be imported and can be called as it must."""
     actor, algorithm, reward = config.actor_rollout_ref.actor, config.algorithm, config.reward_model
+    custom = config.custom_reward_function
     kinds = [algorithm.kl_penalty] * algorithm.use_kl_in_reward + [actor.kl_loss_type] * actor.use_kl_loss
     yield from problems_of(
         lambda: ADVANTAGES.lookup(algorithm.adv_estimator),
@@ -43,21 +46,22 @@ def check_own_code(config: PPOConfig) -> Iterator[str]:
         *(partial(KL_ESTIMATORS.lookup, kind) for kind in kinds if kind != FULL_KL_KIND),
         lambda: check_trackers(config.trainer),
         lambda: trainer_class(config),
+        lambda: custom.path and resolve_path(custom.path, "custom_reward_function.path"),
         lambda: reward_worker_class(reward) if reward.enable else None,
     )
 
 
-def trainer_class(config: PPOConfig) -> type[PPOTrainer]:
-    """Return PPOTrainer, or the class derived from it that trainer.trainer_class names."""
+def trainer_class(config: PPOConfig, base: type[T] = PPOTrainer) -> type[T]:
+    """Return the objective's trainer, or the class derived from it that trainer.trainer_class names."""
     reference = config.trainer.trainer_class
     if reference is None:
-        return PPOTrainer
-    return _trainer(load(reference, "trainer.trainer_class"), f"trainer.trainer_class={reference}")
+        return base
+    return _trainer(load(reference, "trainer.trainer_class"), f"trainer.trainer_class={reference}", base)
 
 
-def _trainer(found: Any, setting: str) -> type[PPOTrainer]:
-    if not (isinstance(found, type) and issubclass(found, PPOTrainer)):
-        raise UserCodeError(f"{setting} must be a class derived from {PPOTrainer.__module__}.PPOTrainer")
+def _trainer(found: Any, setting: str, base: type[T] = PPOTrainer) -> type[T]:
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise UserCodeError(f"{setting} must be a class derived from {base.__module__}.{base.__name__}")
     return found
 
 
@@ -70,7 +74,7 @@ def check_given(config: PPOConfig, reward: Any, trainer: Any) -> None:
         if given is not None and value is not None:
             raise UserCodeError(f"both {name}={given!r} and {key}={value} are given: leave one out")
     if trainer is not None:
-        _trainer(trainer, f"trainer={trainer!r}")
+        _trainer(trainer, f"trainer={trainer!r}", PPOTrainer if config.trainer.objective == "rl" else Loop)
     if reward is not None and not callable(reward):
         raise UserCodeError(f"reward={reward!r}: a {type(reward).__name__} cannot be called; hand over a function")
 

@@ -1,4 +1,4 @@
-"""Training loop: one class, one `fit`, for PPO, GRPO and whatever else differs only in its seams.
+"""Training step: one class for PPO, GRPO and whatever else differs only in its seams; `fit` around it is loop.py's.
 
 Variants enter at four places: where batches come from (`source`), how credit is given (`make_experience`), what is
 minimised (the objectives in the workers), and where weights go (`sync_weights`). Phases are timed under verl's names.
@@ -8,66 +8,38 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from verl_like.algorithms.experience import make_experience
 from verl_like.algorithms.mismatch import finish as finish_mismatch
 from verl_like.algorithms.reward_shaping import shape_rewards
 from verl_like.batch import Evaluated, Experience, Rollouts, Scores, whole_episodes
-from verl_like.cluster.lifecycle import StopFlag
-from verl_like.config import ActorConfig, CriticConfig, PPOConfig
-from verl_like.config.batch_plan import BatchPlan
-from verl_like.config.errors import RunStopped
+from verl_like.config import ActorConfig, CriticConfig
 from verl_like.episodes.collector import Collector
-from verl_like.observe.timing import StepClock
 from verl_like.rewards.manager import RewardManager
-from verl_like.trainer.checkpoints import Checkpoints, Unhealthy
+from verl_like.trainer.loop import Loop, prefixed
 from verl_like.trainer.recording import Recorder
-from verl_like.trainer.reporting import Reporter
-from verl_like.trainer.roles import ActorHandle, CriticHandle, ReferenceHandle, UpdateRules
+from verl_like.trainer.roles import ReferenceHandle, Teachers, UpdateRules
 from verl_like.trainer.start_messages import start_phase
-from verl_like.trainer.state import TrainState
 from verl_like.trainer.validation import Validator
 from verl_like.trainer.weights import Weights
-from verl_like.trainer.workers import Pools
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
-class PPOTrainer:
+class PPOTrainer(Loop):
     """Trainer: everything `fit` talks to. Built by `trainer.build`; tests may build it from parts of their own."""
 
-    config: PPOConfig
-    plan: BatchPlan
-    state: TrainState
-    total_steps: int
     source: Collector
-    pools: Pools
-    actor: ActorHandle
     reference: ReferenceHandle | None
-    critic: CriticHandle | None
+    teachers: Teachers | None = None
     weights: Weights
     rewards: RewardManager
     validator: Validator
-    checkpoints: Checkpoints
-    report: Reporter
     recorder: Recorder | None = None
-    stop: StopFlag
-    on_start: Callable[[], None] = lambda: None  # the checkpoint is read, and the first weights are proved
     on_scores: Callable[[Rollouts, Scores], None] = lambda rollouts, scores: None  # a curriculum learns from them
-    clock: StepClock = field(default_factory=StepClock)  # of the step that runs; replaced at each step
-    first_step: int | None = field(default=None, init=False)  # that the checkpoint was of, once it is read; else 0
-    unreported: Callable[[], dict[str, float]] | None = field(default=None, init=False)  # of a finished step
-
-    def fit(self) -> None:
-        """Run the whole training. A loop of one's own calls the same four methods."""
-        self.start()
-        while not self.done():
-            self.step()
-        self.finish()
 
     def start(self) -> None:
         """Load the checkpoint, if there is one; sync weights to the rollout engine; validate before training."""
@@ -122,20 +94,6 @@ class PPOTrainer:
             self.stop_when_nothing_is_learnt()
             return reported
 
-    def done(self) -> bool:
-        """True when all steps are made, only validation was asked for, or the user asked to stop."""
-        ended = self.stop.requested or self.checkpoints.best.stays_away() or self.state.step >= self.total_steps
-        return self.config.trainer.val_only or ended
-
-    def begin_step(self) -> tuple[int, StepClock]:
-        """Begin a step: return its number, counted from 1, and its clock."""
-        self.clock = self.report.clock()
-        return self.state.step + 1, self.clock
-
-    def profiled(self, step: int) -> AbstractContextManager[None]:
-        """Record the steps of trainer.profile_steps in the workers."""
-        return self.pools.profiled(step) if step in (self.config.trainer.profile_steps or ()) else nullcontext()
-
     def evaluate(self, rollouts: Rollouts) -> Evaluated:
         """Run the forward passes that this run's configuration needs, and no others."""
         old = reference = values = None
@@ -148,6 +106,10 @@ class PPOTrainer:
         if self.critic is not None:
             with self.clock("values"):
                 values = self.critic.values(rollouts)
+        taught = None
+        if self.teachers is not None:
+            with self.clock("teacher"):
+                taught = self.teachers.evaluate(rollouts)
         old_log_probs = old.old_log_probs_T if old else None
         if self.plan.old_log_probs == "rollout":
             old_log_probs = rollouts.rollout_log_probs_T
@@ -159,6 +121,9 @@ class PPOTrainer:
             ref_log_probs_T=reference.ref_log_probs_T if reference else None,
             full_kl_T=reference.full_kl_T if reference else None,
             values_T=values.values_T if values else None,
+            teacher_B=taught.teacher_B if taught else None,
+            teacher_log_probs_T=taught.teacher_log_probs_T if taught else None,
+            teacher_ids_T=taught.teacher_ids_T if taught else None,
         )
 
     def make_experience(
@@ -205,13 +170,13 @@ class PPOTrainer:
     def update_actor(self, experience: Experience, step: int) -> dict[str, float]:
         """Take all of this step's optimizer steps of the actor."""
         rules = self.update_rules(self.config.actor_rollout_ref.actor)
-        return finish_mismatch(_prefixed("actor", self.actor.update(experience, rules, step)))
+        return finish_mismatch(prefixed("actor", self.actor.update(experience, rules, step)))
 
     def update_critic(self, experience: Experience, step: int) -> dict[str, float]:
         """Take all of this step's optimizer steps of the critic."""
         assert self.critic is not None
         rules = self.update_rules(self.config.critic)
-        return _prefixed("critic", self.critic.update(experience, rules, step))
+        return prefixed("critic", self.critic.update(experience, rules, step))
 
     def update_rules(self, role: ActorConfig | CriticConfig) -> UpdateRules:
         """Rules by which actor or critic walks over the experience."""
@@ -222,6 +187,7 @@ class PPOTrainer:
             seed=self.config.trainer.seed,
             max_response_length=self.config.data.max_response_length,
             actor=role if isinstance(role, ActorConfig) else None,
+            distillation=self.config.distillation,
         )
 
     def sync_weights(self) -> dict[str, float]:
@@ -237,82 +203,7 @@ class PPOTrainer:
             metrics |= {"weight_sync/probe_gap": sync.probe_gap, "weight_sync/probe_gap_mean": sync.probe_gap_mean}
         return metrics
 
-    def save_if_due(self) -> None:
-        """Write a checkpoint every trainer.save_freq steps, and after the last; complete once the step is reported."""
-        if self._due(self.config.trainer.save_freq):
-            with self.clock("save_checkpoint"):
-                self.checkpoints.write(self)
-
-    def report_step(self) -> dict[str, float]:
-        """Hand out the finished step's metrics, once: before its checkpoint is complete, or when the driver fails."""
-        report, self.unreported = self.unreported, None
-        return {} if report is None else report()
-
-    def validate_before_training(self) -> None:
-        """Validate before the first step (trainer.val_before_train); a run with trainer.val_only consists of this."""
-        trainer = self.config.trainer
-        if (trainer.val_before_train or trainer.val_only) and (metrics := self.validate()):  # none without a set
-            self.report.validation(self.state.step, metrics)
-            self.checkpoints.validated(self, metrics)
-
-    def validate_if_due(self) -> dict[str, float]:
-        """Validate every trainer.test_freq steps, and after the last one."""
-        return self.validate() if self._due(self.config.trainer.test_freq) else {}
-
     def validate(self) -> dict[str, float]:
         """Compute metrics of the whole validation set under the weights that the rollout engine holds."""
         with self.clock("testing"):
             return self.validator.run(self.source, self.state.step)
-
-    def _due(self, every: int | None) -> bool:
-        """True on every `every`-th step; None means after the last step alone, -1 never."""
-        step = self.state.step
-        return every != -1 and (step == self.total_steps or (every is not None and step % every == 0))
-
-    def finish(self) -> None:
-        """Save what is not saved yet of a run that ends before its last step, interrupted or by a loop of one's own."""
-        if self.stop.requested:
-            logger.warning("stopping after step %d, as asked", self.state.step)
-        if self.checkpoints.best.stays_away():
-            best = self.checkpoints.best
-            logger.warning(
-                "%s was best at step %d (%.5g): trainer.early_stop_patience=%d ends the run",
-                *(best.settings.best_metric, best.step, best.value, best.settings.early_stop_patience),
-            )
-        if self.stop.requested or self.state.step < self.total_steps:
-            self.checkpoints.save_unless_saved(self)
-        self.checkpoints.complete(self, wait=True)
-        self.checkpoints.finish()
-
-    def stop_when_unhealthy(self) -> None:
-        """Raise Unhealthy where a rule with trainer.health.<rule>=stop speaks about this step."""
-        verdict = self.report.health.stopping
-        if verdict is None:
-            return
-        first = min(verdict.steps)
-        before = self.checkpoints.newest_before(first)
-        again = "no checkpoint is from before it"
-        if before is not None:
-            again = f"from before it: trainer.resume_mode=resume_path trainer.resume_from_path={before}"
-        key = f"trainer.health.{verdict.rule.name.replace(' ', '_')}"
-        raise Unhealthy(
-            f"step {self.state.step}: {key}=stop: {self.report.health.text(verdict)}. To go on: {again}; or from step "
-            f"{self.state.step}, the newest checkpoint, by the same command with {key}=warn"
-        )
-
-    def stop_when_nothing_is_learnt(self) -> None:
-        """Raise RunStopped after trainer.max_skipped_updates optimizer steps in a row whose gradient was not finite."""
-        limit = self.config.trainer.max_skipped_updates
-        for role, group in (("actor", self.actor), ("critic", self.critic)):
-            if group is not None and 0 < limit <= group.num_skipped_in_a_row:
-                raise RunStopped(
-                    f"step {self.state.step}: the last {group.num_skipped_in_a_row} updates of the {role} were skipped "
-                    f"because their gradients were not finite (trainer.max_skipped_updates={limit}): nothing is learnt "
-                    f"any more. Look at {role}/grad_norm, the rewards and the learning rate of the steps before; "
-                    "trainer.max_skipped_updates=-1 goes on all the same"
-                )
-
-
-def _prefixed(role: str, metrics: dict[str, float]) -> dict[str, float]:
-    """Prefix the metrics of one role; a name that has a family of its own (training/..., perf/...) keeps it."""
-    return {name if "/" in name else f"{role}/{name}": value for name, value in metrics.items()}

@@ -100,21 +100,38 @@ class Reporter:
 
         Returns all metrics of the step.
         """
-        num_tokens = rollouts.num_tokens_B()
-        shares = self.spread.shares(rollouts, self.plan.roles[ACTOR].data_parallel_size)
-        everything = {
-            **training_metrics(step, (step - 1) // self.steps_per_epoch),
+        own = {
             **metrics,
             **domain_metrics(rollouts, scores),
             **self._staleness(rollouts),
             **rollout_metrics(rollouts, self.max_prompt_length),
+        }
+        everything = self.trained(step, rollouts, own, clock)
+        if self.trainer.rollout_data_dir:
+            samples = make_samples(rollouts, scores, self.tokenizer, step)
+            with writing("trainer.rollout_data_dir", self.trainer.rollout_data_dir):
+                dump_samples(self.trainer.rollout_data_dir, step, samples)
+        return everything
+
+    def trained(
+        self, step: int, rows: Rollouts | Experience, metrics: Mapping[str, float], clock: StepClock
+    ) -> dict[str, float]:
+        """Log one finished step with what holds of any rows that were trained: sizes, balance, seconds, speed.
+
+        Returns all metrics of the step.
+        """
+        num_tokens = rows.num_tokens_B()
+        total, shares = int(num_tokens.sum()), self.spread.shares(rows, self.plan.roles[ACTOR].data_parallel_size)
+        everything = {
+            **training_metrics(step, (step - 1) // self.steps_per_epoch),
+            **metrics,
             **sequence_balance_metrics(num_tokens.tolist(), shares),
             **clock.metrics(),
             **timing_per_token_metrics(
-                clock.seconds, response_tokens=int(rollouts.response_length_B.sum()), total_tokens=int(num_tokens.sum())
+                clock.seconds, response_tokens=int(rows.response_length_B.sum()), total_tokens=total
             ),
-            **perf_metrics(int(num_tokens.sum()), clock.seconds["step"], self.plan.world_size),
-            **self.speed.metrics(rollouts, clock.seconds, metrics),
+            **perf_metrics(total, clock.seconds["step"], self.plan.world_size),
+            **self.speed.metrics(rows, clock.seconds, metrics),
         }
         settling = {
             f"{role}/grad_norm" for role in ("actor", "critic") if everything.get(f"{role}/loss_scale_overflows")
@@ -129,10 +146,6 @@ class Reporter:
         self.health.look(step, everything)
         self.progress.step_finished(step, everything)
         self.speed.log(clock.seconds, everything)
-        if self.trainer.rollout_data_dir:
-            samples = make_samples(rollouts, scores, self.tokenizer, step)
-            with writing("trainer.rollout_data_dir", self.trainer.rollout_data_dir):
-                dump_samples(self.trainer.rollout_data_dir, step, samples)
         self.report.step_finished(step)
         return everything
 

@@ -170,7 +170,12 @@ def processes_text(path: Path, processes: int) -> str:
 
 def misfits(path: Path, saved: dict[str, Any], config: PPOConfig) -> list[str]:
     """List why a checkpoint does not fit the models of this configuration: key, value and fix of each reason."""
-    problems = []
+    problems, then = [], _at(saved, "trainer.objective", config.trainer.objective)
+    if then != config.trainer.objective:
+        problems.append(
+            f"trainer.objective={config.trainer.objective}, but {path} is of a run with {then}: begin with its model "
+            f"(actor_rollout_ref.model.path={path}/actor/huggingface) in another trainer.default_local_dir"
+        )
     if layout.CRITIC in roles_of(config) and not (path / layout.CRITIC).is_dir():
         problems.append(
             f"this run trains a critic (critic.enable={config.critic.enable}, algorithm.adv_estimator="

@@ -135,15 +135,6 @@ def grade_references(
     return reports
 
 
-def try_out(dataset: Dataset, rewards: RewardManager) -> None:
-    """Have a reward function of the user's grade the first row's reference answer, and a wrong one.
-
-    Raises RewardFunctionError if the function returns no reward, both times.
-    """
-    row = dataset[0][1]
-    rewards.try_out(row, [*reference_answers(row)[:1], _WRONG])
-
-
 def check_rewards(facts: Facts) -> None:
     """Check that the graders can score the rows; raises ValueError, RewardFunctionError otherwise."""
     rewards, toolbox, train, val = facts.rewards, facts.toolbox, facts.known("train"), facts.known("val")
@@ -166,8 +157,12 @@ def check_rewards(facts: Facts) -> None:
 
 
 def try_rewards(config: PPOConfig, facts: Facts, rewards: RewardManager) -> None:
-    """Grade a few responses before the first step, as soon as the graders can."""
-    try_out(facts.train, rewards)
+    """Grade a few responses before the first step, as soon as the graders can.
+
+    Raises RewardFunctionError if a function of the user's gives no reward for the first row's answers.
+    """
+    row = facts.train[0][1]
+    rewards.try_out(row, [*reference_answers(row)[:1], _WRONG])
     if config.data.self_check_rows and rewards.rule_grades:
         self_check(facts.train, rewards, facts.tokenizer, config.data.self_check_rows)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -17,7 +17,7 @@ from verl_like.algorithms.objectives import PolicyObjective
 from verl_like.algorithms.preparation import prepare_batch, prepare_minibatch
 from verl_like.batch import Denominators, Evaluated, Experience, Metric, Rollouts, Sequences, merge_metrics
 from verl_like.cluster.worker_group import PendingResult, WorkerGroup
-from verl_like.config import ActorConfig
+from verl_like.config import ActorConfig, DistillationConfig
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.roles import ACTOR, CRITIC, REF, REWARD
 from verl_like.models.cost import ModelCost
@@ -36,6 +36,7 @@ class UpdateRules:
     seed: int
     max_response_length: int
     actor: ActorConfig | None = None  # its options that act on whole mini-batches; None: the critic's update
+    distillation: DistillationConfig | None = None  # the actor's teachers
 
 
 class RoleHandle:
@@ -120,7 +121,9 @@ class RoleHandle:
         """Append a mini-batch to the shares: cut first, balance second, so that rows change ranks only inside it."""
         denominators = denominators_of(rows, rules.max_response_length)
         rows = count_episode_tokens(rows)
-        forward_only_B = None if rules.actor is None else PolicyObjective(rules.actor).without_gradient(rows)
+        forward_only_B = None
+        if rules.actor is not None:
+            forward_only_B = PolicyObjective(rules.actor, distillation=rules.distillation).without_gradient(rows)
         shares = self.balance.shares(rows, self.group.world_size // self.ranks_per_row, forward_only_B)
         for minibatches, part in zip(per_share, split_rows(rows, shares), strict=True):
             minibatches.append((part, denominators))
@@ -181,6 +184,23 @@ class ReferenceHandle(RoleHandle):
 
     def log_probs(self, rollouts: Rollouts) -> Evaluated:
         return self.evaluate("log_probs", rollouts)
+
+
+class TeacherHandle(RoleHandle):
+    """Teacher that is a frozen model of the run. role: its name."""
+
+    def __init__(self, role: str, *arguments: Any, **options: Any) -> None:
+        self.role = role
+        super().__init__(*arguments, **options)
+
+    def log_probs(self, rollouts: Rollouts) -> Evaluated:
+        return self.evaluate("log_probs", rollouts)
+
+
+class Teachers(Protocol):
+    """All teachers of a run (plugins/teachers)."""
+
+    def evaluate(self, rollouts: Rollouts) -> Evaluated: ...
 
 
 class CriticHandle(RoleHandle):

@@ -33,9 +33,9 @@ from verl_like.trainer.build import prepare, prepared, started
 from verl_like.trainer.compose import save_resolved
 from verl_like.trainer.facts import Facts
 from verl_like.trainer.folders import check_output_folders, log_dir, profile_dir, with_free_folder
+from verl_like.trainer.loop import Loop
 from verl_like.trainer.nsight import restart_under_nsight
 from verl_like.trainer.own_code import check_given, with_reward
-from verl_like.trainer.ppo import PPOTrainer
 from verl_like.trainer.start_checks import early_problems
 from verl_like.trainer.start_messages import closing_text, cpu_seconds, process_age, ready_text, start_phase
 from verl_like.trainer.workers import Launcher
@@ -107,7 +107,7 @@ def _fit(config: PPOConfig, before: Callable[[], None] = lambda: None, **own: An
 
 
 @contextmanager
-def opened(config: PPOConfig, *own: Any, **more: Any) -> Iterator[PPOTrainer]:
+def opened(config: PPOConfig, *own: Any, **more: Any) -> Iterator[Loop]:
     """Build everything, and take it down at the end; trainer.default_local_dir is this run's alone meanwhile.
 
     Arguments and errors: see `_prepared`.
@@ -123,11 +123,11 @@ class _Run:
     ready: Facts
     launcher: Launcher
     confirm: Callable[[], None]
-    kind: type[PPOTrainer] | None
+    kind: type[Loop] | None
     began: tuple[float, float]
 
     @contextmanager
-    def started(self, *, again: bool) -> Iterator[PPOTrainer]:
+    def started(self, *, again: bool) -> Iterator[Loop]:
         """Start the trainer; see `build.started`."""
         with started(self.ready, self.launcher, self.confirm, self.kind, again=again) as trainer:
             began = (time.perf_counter(), cpu_seconds()) if again else self.began  # not what a lost start took
@@ -140,7 +140,7 @@ class _Run:
 def _prepared(
     config: PPOConfig,
     reward: Callable[..., Any] | None = None,
-    kind: type[PPOTrainer] | None = None,
+    kind: type[Loop] | None = None,
     restart: Callable[[PPOConfig, Path], None] = lambda config, folder: None,
     began: tuple[float, float] | None = None,
 ) -> Iterator[_Run]:

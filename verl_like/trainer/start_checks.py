@@ -20,27 +20,28 @@ import torch
 from transformers import PretrainedConfig
 
 from verl_like.config import DataConfig, PPOConfig, RolloutConfig
-from verl_like.config.engines import ENGINES
+from verl_like.config.engines import ENGINES, EngineKind
 from verl_like.config.errors import ConfigError, problems_of
 from verl_like.config.reward_rollout import RewardRolloutConfig
-from verl_like.config.roles import REWARD, RoleConfig, generates, needs_critic, roles_of
+from verl_like.config.roles import ACTOR, REWARD, RoleConfig, generates, needs_critic, roles_of
 from verl_like.config.rollout import runs_agent_loops, runs_programs
 from verl_like.data.dataset import Dataset, make_encoder
 from verl_like.data.foreign import ForeignDataset
 from verl_like.data.media import DEFAULT_MEDIA_KEYS
 from verl_like.data.prompt_truth import own_text
+from verl_like.engine.router_losses import check_router
 from verl_like.models import blocks, families, loading, lora, tensor_plan
 from verl_like.registry import part
 from verl_like.remote_storage import is_remote
 from verl_like.rollout.build import require_heads, require_quantization
 from verl_like.rollout.sampling import require_tokens_left, train_sampling, validation_sampling
-from verl_like.trainer.facts import Facts, resolve_world, train_loader
+from verl_like.trainer.facts import Facts, resolve_world, train_loader, train_sampler
 from verl_like.trainer.folders import check_output_folders
 from verl_like.trainer.nsight import check_nsight
 from verl_like.trainer.own_code import check_own_code
 from verl_like.trainer.resume import find_resume
 from verl_like.trainer.reward_check import check_rewards
-from verl_like.user_code import load
+from verl_like.user_code import SAMPLER_KEYS, load, load_class
 
 logger = logging.getLogger(__name__)
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -49,6 +50,9 @@ _REACH_S = 2.0
 # What each takes at least: a rank has imported torch, a helper the standard library; a response in flight is a
 # coroutine, its request and its arrays; a thread has touched some of its stack.
 _RANK, _HELPER, _RESPONSE, _THREAD = (200e6, "processes"), (25e6, "processes"), (4e3, "responses"), (5e4, "threads")
+_GRADERS = "custom_reward_function.num_workers"
+# What starts the processes that a key counts
+_STARTED = {_GRADERS: ["rewards"], f"{_ROLLOUT}.agent.num_workers": ["toolbox", "runner"], _FILTER: ["room"]}
 
 
 def early_problems(config: PPOConfig) -> list[str]:
@@ -81,7 +85,7 @@ def problems(facts: Facts) -> Iterator[str]:
             lambda: require_heads(rollout, facts.hf_config, facts.device),
             lambda: check_sampling(config, facts),
             lambda: facts.plan,
-            lambda: facts.known("train") and train_loader(config, facts.train, facts.plan),
+            lambda: check_order(config, facts),
         )
     yield from problems_of(
         lambda: facts.device,
@@ -98,15 +102,14 @@ def check_machine(config: PPOConfig, facts: Facts) -> Iterator[str]:
     """Compare counts with this machine's memory, engines with its packages, and ask addresses for an answer."""
     yield from problems_of(lambda: _check_engines(config))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    crowds = [
-        f"{key}={value}: {value * times:,} {what} of at least {each / 1e6:g} MB are more than this machine's "
-        f"{memory / 1e9:.0f} GB of memory; lower it to {memory / each / times:,.0f} at most"
-        for key, value, times, (each, what) in _counts(config, facts.known("device"))
-        if value * times * each > memory
-    ]
-    if crowds:  # which are not to be started
-        facts.failed |= dict.fromkeys(("toolbox", "train", "val", "rewards", "runner"), ConfigError(crowds))
-    yield from crowds
+    for key, value, times, (each, what) in _counts(config, facts.known("device")):
+        if value * times * each > memory:
+            crowd = (
+                f"{key}={value}: {value * times:,} {what} of at least {each / 1e6:g} MB are more than this machine's "
+                f"{memory / 1e9:.0f} GB of memory; lower it to {memory / each / times:,.0f} at most"
+            )
+            facts.failed |= dict.fromkeys(_STARTED.get(key, ()), ConfigError([crowd]))  # not to be started
+            yield crowd
     yield from (text for key, url in _urls(config).items() if (text := unreachable(key, url)))
     ray, nodes = config.ray_init, config.trainer.nnodes
     if config.trainer.launcher == "local":
@@ -129,7 +132,7 @@ def _counts(config: PPOConfig, device: str | None) -> list[tuple[str, int, int, 
     row = 4.0 * (rollout.max_model_len or data.max_prompt_length + data.max_response_length), "rows of tokens"
     ranks = config.trainer.n_gpus_per_node
     rows: list[tuple[Any, str, Any, int, tuple[float, str]]] = [
-        (True, "custom_reward_function.num_workers", config.custom_reward_function.num_workers, 1, _HELPER),
+        (True, _GRADERS, config.custom_reward_function.num_workers, 1, _HELPER),
         (helps, f"{_ROLLOUT}.agent.num_workers", rollout.agent.num_workers, 1, _HELPER),
         (data.filter_overlong_prompts, _FILTER, data.filter_overlong_prompts_workers, 1, _RANK),
         (device == "cpu" and ranks != "auto", "trainer.n_gpus_per_node", ranks, 1, _RANK),
@@ -186,12 +189,18 @@ def unreachable(key: str, url: str) -> str | None:
 def check_models(config: PPOConfig, facts: Facts) -> Iterator[str]:
     """Check tokenizer and models: places, files, kinds, sizes, modules that keys name, backends, a compiler."""
     yield from facts.missing.values()
+    for path, key in {role.model.path: role.model_section for role in reversed(roles_of(config).values())}.items():
+        if not loading.has_weights(path):
+            what = "%s.path=%s HOLDS NO WEIGHTS: THEY WILL BE RANDOM. Where that is not meant, download the model again"
+            logger.warning(what, key, path)
     yield from problems_of(
         lambda: facts.toolbox,
         lambda: facts.eos_ids,
+        lambda: facts.vision,
         lambda: check_vision(config, facts.hf_config),
         *(partial(_check_role, role, facts) for role in roles_of(config).values()),
         lambda: _check_vocabulary(config, facts),
+        lambda: part("teachers", "check")(config, facts) if config.distillation.enabled else None,
         lambda: facts.reward_tokenizers,
     )
 
@@ -200,17 +209,19 @@ def _check_role(role: RoleConfig, facts: Facts) -> Iterator[str]:
     """Check that the processes of a role can split its model and its rows, and build and train it."""
     model, hf_config, device = role.model, facts.hf_config_of(role), facts.known("device")
     if role.kind == "value":
-        families.refuse_vision(hf_config, f"{role.model_section}.path", "name a text model")
+        families.refuse_vision(hf_config, role.path_key, "name a text model")
     yield from problems_of(
-        lambda: loading.check_ulysses(model, hf_config, role.ulysses),
+        lambda: problems_of(lambda: loading.check_ulysses(model, hf_config, role.ulysses), prefix=f"{role.section}."),
         lambda: tensor_plan.check_model(model, hf_config, role.tensor, role.tensor_key),
     )
     if role.name == REWARD:
         if facts.config.reward_model.worker_class is not None:
             return  # it may load what it likes
-        loading.check_score_head(model, hf_config, f"{role.model_section}.path")
+        loading.check_score_head(model, hf_config, role.path_key)
     section = role.model_section.removesuffix("model")
-    yield from problems_of(lambda: _check_modules(role, hf_config, facts.trains), prefix=section)
+    samples = facts.config.actor_rollout_ref.rollout.engine if role.name == ACTOR else None  # it is sent the actor's
+    for text in problems_of(lambda: _check_modules(role, hf_config, facts.trains, samples), prefix=section):
+        yield text.replace(f"{section}model.path", role.path_key)
     if facts.trains and device is not None:
         yield from problems_of(
             lambda: loading.check_backend(model, hf_config, torch.device(device)),
@@ -219,16 +230,25 @@ def _check_role(role: RoleConfig, facts: Facts) -> Iterator[str]:
         )
 
 
-def _check_modules(role: RoleConfig, hf_config: PretrainedConfig, trains: bool) -> Iterator[str]:
+def _check_modules(
+    role: RoleConfig, hf_config: PretrainedConfig, trains: bool, engine: EngineKind | None
+) -> Iterator[str]:
     """Check a role's weights and adapters, and the modules that its keys name; keys begin with the role's section."""
     model, whole = role.model, loading.build_meta_model(role.model, hf_config, kind=role.kind)
     if trains:
         yield from problems_of(lambda: loading.check_weights(model, whole))
         inside = role.sharding_section.removeprefix(role.model_section.removesuffix("model"))
         yield from problems_of(lambda: loading.sharding_units(whole, role.fsdp), prefix=f"{inside}.")
+    yield from problems_of(lambda: check_router(whole.hf, role.router))
     if role.optim is not None and model.lora_rank > 0:
         tower = families.frozen_tower(whole.hf, frozen=role.freeze_vision_tower)
-        lora.attach(whole.hf, model, dtype=torch.float32, seed=0, left_out=tower)
+        adapters = lora.attach(whole.hf, model, dtype=torch.float32, seed=0, left_out=tower)
+        if adapters.parameters and lora.adapters_apart(model) and engine is not None and not engine.adapts_experts:
+            yield (
+                f"model.lora.merge=False: the rollout engine keeps no adapters of experts and routers ("
+                f"{', '.join(adapters.parameters)}) apart; set it to True, or leave them out by model.exclude_modules="
+                "['experts','gate'] (names of this model's)"
+            )
         if model.lora_adapter_path is not None:
             lora.load_adapter(whole.hf, model)
 
@@ -254,22 +274,25 @@ def _check_vocabulary(config: PPOConfig, facts: Facts) -> None:
         )
 
 
-def check_sampling(config: PPOConfig, facts: Facts) -> None:
-    """Check that bad words leave something to sample, and that tokens that stop are the model's.
+def check_order(config: PPOConfig, facts: Facts) -> None:
+    """Check what draws the training prompts, as far as it can be known where their files or sizes are at fault."""
+    if (sampler := config.data.sampler).class_path is not None:
+        load_class(sampler.class_path, sampler.class_name, **SAMPLER_KEYS)
+    if (train := facts.known("train")) is not None:
+        train_loader(config, train, facts.plan) if facts.known("plan") else train_sampler(config, train, 1)
 
-    Raises ValueError otherwise.
-    """
+
+def check_sampling(config: PPOConfig, facts: Facts) -> Iterator[str]:
+    """Check that bad words leave something to sample, and that tokens that stop are the model's."""
     rollout, size = config.actor_rollout_ref.rollout, facts.hf_config.get_text_config().vocab_size
-    for section, keys, make in (
-        (_ROLLOUT, rollout, train_sampling),
-        (f"{_ROLLOUT}.val_kwargs", rollout.val_kwargs, validation_sampling),
-    ):
-        require_tokens_left(make(rollout, facts.eos_ids, facts.tokenizer), len(facts.tokenizer), f"{section}.")
+    for section, keys in ((_ROLLOUT, rollout), (f"{_ROLLOUT}.val_kwargs", rollout.val_kwargs)):
         if max(keys.stop_token_ids or [0]) >= size:
-            raise ValueError(
+            yield (
                 f"{section}.stop_token_ids={keys.stop_token_ids}: the model's tokens are 0 to {size - 1}; leave the "
                 "others out"
             )
+    for section, make in ((_ROLLOUT, train_sampling), (f"{_ROLLOUT}.val_kwargs", validation_sampling)):
+        require_tokens_left(make(rollout, facts.eos_ids, facts.tokenizer), len(facts.tokenizer), f"{section}.")
 
 
 def check_data(config: PPOConfig, facts: Facts) -> Iterator[str]:
@@ -277,11 +300,12 @@ def check_data(config: PPOConfig, facts: Facts) -> Iterator[str]:
 
     One fault of rows at a time: it is mostly a key that does not fit, and so a fault of both sets.
     """
-    yield from problems_of(lambda: (facts.val, facts.train))
-    sets = facts.known("train"), facts.known("val")
+    yield from problems_of(lambda: facts.val, lambda: facts.train, lambda: facts.data)
+    sets, teaches = (facts.known("train"), facts.known("val")), facts.trains and config.distillation.enabled
     yield from problems_of(
         lambda: part("loops", "check")(sets, config.actor_rollout_ref.rollout),
         lambda: part("tools", "check")(sets, facts.toolbox),
+        lambda: teaches and sets[0] is not None and part("teachers", "rows")(config.distillation, sets[0]),
     )
     for split, dataset in zip(("train", "val"), sets, strict=True):
         if dataset is not None and (facts.trains or split == "val"):

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from verl_like.models.checkpoint_names import sent_as
 from verl_like.parallel.checksum import Slice, blocks, checksum, sketch, values_of
 from verl_like.weight_sync.header import Header
 
@@ -39,7 +40,8 @@ class WeightLedger:
         """The good tensors of `stream`, cast to the rollout dtype; one at a time is alive here."""
         for name, tensor in stream:
             if self._accept(name, tensor):
-                tensor = tensor.to(self._header.dtype) if tensor.is_floating_point() else tensor
+                if tensor.is_floating_point():
+                    tensor = tensor.to(sent_as(name, self._header.dtype))
                 self.num_bytes += tensor.numel() * tensor.element_size()
                 if self._header.checksums is not None:
                     self._sums[name] = checksum(tensor)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from verl_like.registry import part
 from verl_like.user_code import EXTERNAL_MODULES, import_modules
 from verl_like.workers.profiling import WorkerProfiler
 from verl_like.workers.residency import Phase, Residency
-from verl_like.workers.roles import ActorRole, CriticRole, ReferenceRole, reward_worker_class
+from verl_like.workers.roles import ActorRole, CriticRole, ReferenceRole, TeacherRole, reward_worker_class
 from verl_like.workers.rollout import RolloutRole
 from verl_like.workers.spec import WorkerSpec
 from verl_like.workers.weights import WeightsRole
@@ -95,7 +96,8 @@ class RoleHost:
 
     def _build(self, spec: WorkerSpec, env: RankEnv) -> None:
         """Build the roles, the rollout engine last: at its start gpu_memory_utilization of the device must be free."""
-        plans = spec.plan.roles
+        plans, distillation = spec.plan.roles, spec.config.distillation
+        teachers = [name for name, each in distillation.teachers().items() if each.local]
         makers = {
             CRITIC: lambda: CriticRole(spec, self.process),
             REWARD: lambda: (
@@ -105,6 +107,7 @@ class RoleHost:
             ),
             ACTOR: lambda: ActorRole(spec, self.process),
             REF: lambda: ReferenceRole(spec, self.process, self.roles.get(ACTOR)),
+            **{name: partial(TeacherRole, spec, self.process, name) for name in teachers},
             ROLLOUT: lambda: RolloutRole(spec, self.process, env),
         }
         rollout = spec.config.actor_rollout_ref.rollout
@@ -116,6 +119,8 @@ class RoleHost:
                 if name == ROLLOUT and rollout.free_cache_engine and rollout.engine.counted_asleep:
                     self._asleep = allocated_bytes(self.process.device) - before
                 self._seconds[name] = time.perf_counter() - began, time.process_time() - cpu
+        if distillation.compares and ACTOR in self.roles:  # a rule sees to it that teachers share its pool
+            self.roles[ACTOR].engine.attach_reference(*(self.roles[name].engine for name in teachers))
 
     def run(self, role: str, method: str, *arguments: Any) -> Any:
         """Call a role's method in its phase. Raises RuntimeError for a role that is not here."""
@@ -125,10 +130,12 @@ class RoleHost:
         with self.profiler.phase(role, method):
             if method not in _ANY_PHASE:
                 self.residency.enter(_PHASES.get(role, Phase.train))
-            phase = _MEASURED.get((role, method))
+            phase = "teacher" if role.startswith("teacher") else _MEASURED.get((role, method))
             if phase is None:
                 return getattr(self.roles[role], method)(*arguments)
-            with self.memory.phase(phase, without=self._asleep if role in (ACTOR, CRITIC, REF) else 0):
+            with self.memory.phase(
+                phase, without=self._asleep if role in (ACTOR, CRITIC, REF) or phase == "teacher" else 0
+            ):
                 answer = getattr(self.roles[role], method)(*arguments)
         return self._with_peaks(answer) if method == "update" else answer
 

@@ -246,6 +246,7 @@ class _Process:
         theirs.close()
         self._timeout_s = timeout_s
         self._sending = threading.Lock()
+        self._asking_its_end = threading.Lock()
         self._changed = threading.Lock()  # guards everything below
         self._numbers = itertools.count()
         self._answers: dict[int, Future[Any]] = {}
@@ -313,12 +314,17 @@ class _Process:
     def end(self) -> None:
         with suppress(RolloutError):  # it has ended already, or cannot
             self.send(("stop",))
-            self._process.join(_STOP_S)
+            self._exit_code(_STOP_S)
         self._process.kill()
-        self._process.join()
+        self._exit_code()
         self._reader.join(_STOP_S)
         self._resolver.join(_STOP_S)
         self._pipe.close()
+
+    def _exit_code(self, timeout_s: float | None = None) -> int | None:
+        with self._asking_its_end:  # multiprocessing tells it once: a second thread that asks meanwhile learns another
+            self._process.join(timeout_s)
+            return self._process.exitcode
 
     def _read(self) -> None:
         try:
@@ -340,8 +346,8 @@ class _Process:
                 else:  # an answer comes when everything that ended before it is known
                     self._known.put((future, value))
         except (EOFError, OSError):
-            self._process.join(_STOP_S)
-            self._fail(self._why or f"the engine's process has ended (exit code {self._process.exitcode})")
+            code = self._exit_code(_STOP_S)
+            self._fail(self._why or f"the engine's process has ended (exit code {code})")
         except Exception as error:
             self._process.kill()
             self._fail(f"what the engine's process said cannot be read: {error!r}")

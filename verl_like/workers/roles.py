@@ -12,12 +12,14 @@ from verl_like.algorithms.objectives import PolicyObjective, ValueObjective
 from verl_like.batch import Denominators, Evaluated, Experience, Metric, Sequences
 from verl_like.config import RewardModelConfig
 from verl_like.config.batch_plan import needs_sum_pi_squared, two_policies
+from verl_like.config.distillation import TOP_K
 from verl_like.config.roles import ACTOR, CRITIC, REF, REWARD
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.engine.train_engine import ENTROPY, FULL_KL, LOG_PROBS, SUM_PI_SQUARED, VALUES
-from verl_like.models.heads import PolicyModel
+from verl_like.models.heads import TOP_IDS, TOP_LOG_PROBS, PolicyModel
 from verl_like.observe.metrics import memory_metrics
 from verl_like.parallel.dist import ProcessInfo
+from verl_like.registry import part
 from verl_like.user_code import check_call, load
 from verl_like.workers.spec import WorkerSpec
 
@@ -84,7 +86,13 @@ class ActorRole(TrainedRole):
         super().__init__(spec, process, ACTOR)
         actor, algorithm = spec.config.actor_rollout_ref.actor, spec.config.algorithm
         correction = algorithm.rollout_correction
-        self.objective = PolicyObjective(actor, correction, two_policies=two_policies(actor, correction))
+        kind, distillation = spec.config.trainer.objective, spec.config.distillation
+        two = two_policies(actor, correction)
+        policy = PolicyObjective(actor, correction, two_policies=two, distillation=distillation)
+        self.objective = policy if kind == "rl" else part("loss", kind)(spec.config)
+        own = distillation.distillation_loss.kd_temperature
+        if policy.distillation is not None and own is not None and isinstance(self.engine.model, PolicyModel):
+            self.engine.model.tempered = policy.distillation.wants, own
         self.temperature = spec.config.actor_rollout_ref.rollout.temperature
         self._more = {SUM_PI_SQUARED} if needs_sum_pi_squared(algorithm) else set[str]()
 
@@ -174,6 +182,28 @@ class ReferenceRole:
         """
         assert self._actor is not None
         return self._actor
+
+
+class TeacherRole:
+    """Rank of a teacher, which is frozen. name: of its role."""
+
+    def __init__(self, spec: WorkerSpec, process: ProcessInfo, name: str) -> None:
+        loss = spec.config.distillation.distillation_loss
+        self.rule = spec.plan.roles[name].forward
+        self.engine = build_engine(spec, process, name)
+        self.temperature, self.wanted = spec.config.actor_rollout_ref.rollout.temperature, frozenset({LOG_PROBS})
+        if loss.loss_mode == TOP_K and isinstance(self.engine.model, PolicyModel):
+            self.engine.model.top_k, self.wanted = loss.topk, frozenset({TOP_LOG_PROBS, TOP_IDS})
+            self.temperature = loss.kd_temperature or self.temperature
+
+    def log_probs(self, batch: Sequences) -> Evaluated:
+        """Compute log-probs of this rank's rows: of their tokens, or of the likeliest ids. There may be no rows."""
+        out = self.engine.forward(batch, want=self.wanted, rule=self.rule, temperature=self.temperature)
+        return Evaluated(
+            response_length_B=batch.response_length_B,
+            teacher_log_probs_T=out[TOP_LOG_PROBS if TOP_IDS in self.wanted else LOG_PROBS],
+            teacher_ids_T=out.get(TOP_IDS),
+        )
 
 
 class RewardWorker:

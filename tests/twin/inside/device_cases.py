@@ -290,11 +290,12 @@ def test_attention_of_groups_repeats_shared_keys(card: stand_in.Card) -> None:
         assert float((found.cpu() - expected).abs().max() / expected.abs().max()) < 1e-6
 
 
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0, 2.0, 0.0])])
 @pytest.mark.parametrize("package", [None, "flash_attn", "flash_attn_interface"])
 def test_packed_attention_asks_the_kernel_that_is_there(
-    card: stand_in.Card, package: str | None, monkeypatch: pytest.MonkeyPatch
+    card: stand_in.Card, package: str | None, sinks: Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """bfloat16: torch's varlen operator, FlashAttention 2, or 3; each is handed what the same sequences need."""
+    """bfloat16: torch's varlen operator, which sinks always need, FlashAttention 2, or 3; each with what it needs."""
     seen: list[dict[str, Any]] = []
 
     def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
@@ -319,14 +320,15 @@ def test_packed_attention_asks_the_kernel_that_is_there(
     try:
         g, segments = torch.Generator().manual_seed(0), Segments([40, 1, 49], CUDA)
         exact = [torch.randn(1, h, 90, 16, generator=g).bfloat16().to(CUDA) for h in (4, 2, 2)]
-        found, _ = attention.packed_attention(nn.Identity(), *exact, None, segments=segments, sliding_window=7)  # type: ignore[misc]
+        given = {"s_aux": None if sinks is None else sinks.to(CUDA)}
+        found, _ = attention.packed_attention(nn.Identity(), *exact, None, segments=segments, sliding_window=7, **given)  # type: ignore[misc]
         floats = [t.float() for t in exact]
-        expected = grouped_attention(*floats, segments, Scoring(window=7))[None]  # type: ignore[misc]
+        expected = grouped_attention(*floats, segments, Scoring(window=7, sinks=given["s_aux"]))[None]  # type: ignore[misc]
     finally:
         attention.flash_attention_version.cache_clear()
     assert found.dtype == torch.bfloat16 and found.is_cuda
     assert float((found.float() - expected).norm() / expected.norm()) < 0.01
-    assert [each["window_size"] for each in seen] == ([] if package is None else [(6, 0)])
+    assert [each["window_size"] for each in seen] == ([] if package is None or sinks is not None else [(6, 0)])
 
 
 def test_dropout_needs_flash_attention(card: stand_in.Card) -> None:

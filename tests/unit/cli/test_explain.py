@@ -47,6 +47,30 @@ def test_sections_choices_and_old_spellings() -> None:
     assert deprecated["deprecated"] == "use critic.ppo_micro_batch_size_per_gpu"
 
 
+def test_presets_and_names_of_menus_lead_to_what_is_known_of_them() -> None:
+    both = dict(explain("grpo"))
+    assert list(both) == ["preset=grpo", "algorithm.adv_estimator=grpo"]
+    assert (
+        "std_g" in both["algorithm.adv_estimator=grpo"]
+        and "source: DeepSeekMath" in both["algorithm.adv_estimator=grpo"]
+    )
+    ((name, text),) = explain("preset=dapo")
+    assert name == "preset=dapo" and text.startswith("DAPO (arXiv 2503.14476): clip-higher")
+    assert {"preset=dapo", "preset=ppo"} < {name for name, _ in explain("preset")}
+    ((name, _),) = explain("actor_rollout_ref.actor.policy_loss.loss_mode=gspo")
+    assert name.endswith("loss_mode=gspo")
+
+
+def test_a_key_as_it_stands_on_a_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("~trainer.seed", "+trainer.seed=3", "trainer.seed."):
+        main(["explain", name])
+        assert capsys.readouterr().out.splitlines()[0].split() == ["key", "trainer.seed"]
+    assert "(false: Dr. GRPO)" in dict(explain("algorithm"))["algorithm.norm_adv_by_std_in_grpo"]
+    strategy = dict(explain("actor_rollout_ref.actor.strategy"))
+    assert strategy["type"] == "one of fsdp2 (megatron: not available yet, use fsdp2)"
+    assert strategy["effect here"] == "none: nothing reads it"
+
+
 def test_every_other_name_of_verls_leads_there() -> None:
     found = {name: key for key in keys() for name in other_names(key) if "'s " not in name}
     assert len(found) > sum(row.renames for row in table(VERL)) and all(

@@ -18,6 +18,10 @@ from verl_like.trainer.compose import _apply, _base, to_config
 
 # Where the rules of `sample` do not give a legal value.
 SAMPLES: dict[str, Any] = {
+    "distillation.distillation_loss.loss_mode": "k1",
+    "distillation.distillation_loss.policy_loss_mode": "gspo",
+    "distillation.teacher_models": {"math": {"key": "gsm8k", "num_replicas": 2}},
+    "distillation.teacher_model.inference.dtype": "float16",
     "trainer.n_gpus_per_node": 2,
     "trainer.placement": {"values": {"roles": ["critic"], "n_gpus_per_node": 2}},
     "data.chat_template": "chatml",
@@ -25,6 +29,7 @@ SAMPLES: dict[str, Any] = {
     "trainer.full_determinism": True,
     "trainer.log_format": "json",
     "trainer.mode": "colocate_async",
+    "trainer.objective": "sft",
     "async_training.beyond": "drop",
     "trainer.prometheus_host": "0.0.0.0",
     "trainer.prometheus_port": 9090,

@@ -1,5 +1,6 @@
 """Dataclasses: defaults, ranges, enums, doc strings, the seed list, and the light import."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,9 +9,11 @@ import pytest
 
 from verl_like.config import (
     ActorConfig,
+    AlgorithmConfig,
     CheckpointConfig,
     DataConfig,
     OptimConfig,
+    PolicyLossConfig,
     PPOConfig,
     RolloutConfig,
     Strategy,
@@ -129,10 +132,36 @@ def test_defaults_that_depart_from_verl():
         ("actor_rolout_ref.rollout.temperatur", "actor_rollout_ref.rollout.temperature"),
         ("actor_rollout_ref.actor.profiler.enabled", "actor_rollout_ref.actor.profiler.enable"),
         ("reward_model.path", "reward_model.model.path"),
+        ("actor_rollout_ref.actor.loss_mode", "actor_rollout_ref.actor.policy_loss.loss_mode"),
+        ("use_remove_padding", "actor_rollout_ref.model.use_remove_padding"),
     ],
 )
 def test_did_you_mean(typed, meant):
     assert suggest(typed) == f"; did you mean {meant}?"
+
+
+@pytest.mark.parametrize(
+    ("make", "typed", "meant"),
+    [
+        (AlgorithmConfig, "GRPO", "grpo"),
+        (AlgorithmConfig, "AdvantageEstimator.GRPO", "grpo"),
+        (AlgorithmConfig, "ppo", "gae"),
+        (AlgorithmConfig, "reinforce++", "reinforce_plus_plus"),
+        (AlgorithmConfig, "REINFORCE++-baseline", "reinforce_plus_plus_baseline"),
+        (PolicyLossConfig, "GSPO", "gspo"),
+        (PolicyLossConfig, "ppo", "vanilla"),
+        (PolicyLossConfig, "dapo", "vanilla"),
+    ],
+)
+def test_a_name_of_a_menu_in_other_letters_or_of_a_whole_algorithm(make, typed, meant):
+    with pytest.raises(ValueError, match=f"Did you mean '{meant}'"):
+        make(**{"adv_estimator" if make is AlgorithmConfig else "loss_mode": typed})
+
+
+@pytest.mark.parametrize("typed", ["my.py", "my.py:", "pkg://mine"])
+def test_a_file_without_a_name_is_told_what_it_lacks(typed):
+    with pytest.raises(ValueError, match=rf"'{re.escape(typed)}': it names a file .* add what it holds behind a colon"):
+        AlgorithmConfig(adv_estimator=typed)
 
 
 @pytest.mark.parametrize(

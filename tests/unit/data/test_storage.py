@@ -45,9 +45,20 @@ def test_a_remote_file_is_fetched_once_and_again_when_it_changed(
     assert sorted(p.name for p in tmp_path.rglob("*") if p.is_file()) == ["a.jsonl"] * 2  # nothing half-written
 
 
+class ConnectError(Exception):
+    """Of a client's own, as httpx raises it below hf://: no OSError."""
+
+
+class Offline(fsspec.AbstractFileSystem):
+    def info(self, path: str, **options: object) -> None:
+        raise ConnectError("Name or service not known")
+
+
 def test_what_cannot_be_fetched_names_key_and_address(tmp_path: Path, remote: fsspec.AbstractFileSystem) -> None:
     remote.pipe("/bucket/a.jsonl", b"one")
+    fsspec.register_implementation("offline", Offline)
     for url, message in [
+        ("offline://x/a.jsonl", "ConnectError: Name or service not known"),
         ("memory://bucket/b.jsonl", "FileNotFoundError"),
         ("memory://bucket", "folder"),
         ("nonsense://x/a.jsonl", "nonsense"),

@@ -41,6 +41,25 @@ def only_gradients(process: ProcessInfo, paths: dict[str, str]) -> dict[str, Any
     return found
 
 
+ADAPTED: dict[str, Any] = {"lora_rank": 4, "lora_alpha": 8}
+
+
+def adapted_engine(process: ProcessInfo, path: str, save_to: str) -> tuple[FSDPEngine, dict[str, torch.Tensor]]:
+    """An engine with adapters on all there is, after a step; saved; the gradients of a second one."""
+    engine, batch = build_engine(process, path, model=ADAPTED), experience(9)
+    mine = my_rows(process, batch, "even")
+    engine.train_minibatch(mine, PolicyLoss(), denominators(batch), rule=RULE)
+    engine.save(save_to, contents=["model", "hf_model"])
+    return engine, _gradients(engine, mine, batch)
+
+
+def adapted(process: ProcessInfo, path: str, save_to: str) -> dict[str, torch.Tensor]:
+    """The gradients of `adapted_engine`, one rank's own."""
+    engine, gradients = adapted_engine(process, path, save_to)
+    assert tiny.unlike_shards(engine) == tiny.unlike_shards(engine, "apart") == []
+    return gradients
+
+
 def _one_family(process: ProcessInfo, path: str, save_to: str | None) -> dict[str, Any]:
     batch = experience(9)
     engine = build_engine(process, path)

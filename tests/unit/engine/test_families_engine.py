@@ -17,6 +17,7 @@ from tests.unit.engine.tiny import PolicyLoss, ValueLoss, assert_same, build_eng
 from tests.unit.models import zoo
 from tests.unit.rollout.tiny import build_for
 from verl_like.config import ModelConfig, OptimConfig, RolloutConfig
+from verl_like.config.model import LoraConfig
 from verl_like.models import families
 from verl_like.models.loading import load_hf_config
 from verl_like.parallel.dist import ProcessInfo
@@ -171,10 +172,47 @@ def test_a_critic_of_experts_is_trained_and_read_back(
     assert_same(weights(build_engine(process, str(tmp_path), kind="value", seed=99)), stored, 0.0)
 
 
-@pytest.mark.parametrize("target", [["gate_proj"], ["q_proj", "down_proj"], ["gate"], r".*experts\.\d+\.up_proj"])
-def test_lora_on_experts_is_refused(process: ProcessInfo, paths: dict[str, str], target: Any) -> None:
-    with pytest.raises(ValueError, match="LoRA adapts neither experts nor routers"):
-        build_engine(process, paths["qwen3_moe"], model={"lora_rank": 2, "target_modules": target})
+def test_adapters_of_experts_are_sent_apart_and_saved(
+    process: ProcessInfo, paths: dict[str, str], tmp_path: Path
+) -> None:
+    """On two ranks as on one; the hf engine keeps them beside the base, proved, and samples what the trainer scores."""
+    base = build_engine(process, paths["qwen3_moe"])
+    base.export_hf(str(tmp_path / "base"))
+    two = tiny.spawn_ranks(2, moe_scenarios.adapted, tmp_path / "ranks", str(tmp_path / "base"), str(tmp_path / "two"))
+    engine, gradients = moe_scenarios.adapted_engine(process, str(tmp_path / "base"), str(tmp_path / "one"))
+    for theirs in two:
+        assert_same(theirs, gradients, 2e-5)
+    stored = [load_file(tmp_path / name / "adapter" / "adapter_model.safetensors") for name in ("one", "two")]
+    assert any("experts.base_layer.lora_B" in key for key in stored[0]) and any(
+        "gate.lora_A" in key for key in stored[0]
+    )
+    assert_same(stored[0], stored[1], 1e-4)
+    model: dict[str, Any] = moe_scenarios.ADAPTED | {"lora": LoraConfig(merge=False)}
+    rollout = build_for("hf", ModelConfig(path=str(tmp_path / "base"), **model), process, tokenizer_size=tiny.VOCAB)
+    sync = within(engine, rollout, RolloutConfig(), process)
+    for version in (1, 2):  # with the base, and alone
+        report = sync(version)
+        assert report.num_read_back == report.num_tensors
+        batch = experience(9)
+        engine.train_minibatch(batch, PolicyLoss(), denominators(batch), rule=tiny.ONE_BATCH)
+    sync(3)
+    rows = generated(rollout)
+    trained = engine.forward(rows, want=frozenset({"log_probs"}), rule=tiny.ONE_BATCH)["log_probs"]
+    assert rows.rollout_log_probs_T is not None
+    assert float((trained - rows.rollout_log_probs_T)[rows.response_mask_T].abs().max()) < 2e-4
+    rollout.shutdown()
+    resumed = build_engine(
+        process,
+        str(tmp_path / "base"),
+        model=moe_scenarios.ADAPTED | {"lora_adapter_path": str(tmp_path / "two/adapter")},
+    )
+    assert_same(dict(resumed.export_weights(torch.float32, "adapters")), two_adapters(stored[1]), 0.0)
+
+
+def two_adapters(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a file as they are sent: B with alpha / rank, which is 2."""
+    names = {key.removeprefix("base_model.model."): tensor for key, tensor in stored.items()}
+    return {key: tensor * 2 if "lora_B" in key else tensor for key, tensor in names.items()}
 
 
 def test_lora_says_that_experts_stay_frozen(

@@ -20,6 +20,7 @@ from tests.unit.episodes.fleet import Fleet, N, Rewards, collector, dataset, tea
 from verl_like.batch import Prompt
 from verl_like.config import AlgorithmConfig, FilterGroupsConfig
 from verl_like.config.asynchronous import AsyncTrainingConfig
+from verl_like.config.errors import RunStopped
 from verl_like.data.dataset import PromptDataset
 from verl_like.data.loader import read_prompts
 from verl_like.episodes import partial_responses
@@ -195,7 +196,7 @@ def test_groups_without_a_signal_are_replaced(data: PromptDataset) -> None:
 def test_a_grader_that_finds_no_signal_at_all_ends_the_run_with_the_reason(data: PromptDataset) -> None:
     algorithm = AlgorithmConfig(filter_groups=FilterGroupsConfig(enable=True, max_num_gen_batches=3))
     options = {"asynchronous": rules(), "algorithm": algorithm, "verdict": lambda position, nth: 1.0}
-    gives_up = pytest.raises(ValueError, match="0 groups with a signal")
+    gives_up = pytest.raises(RunStopped, match="0 groups with a signal")
     with collector(data, engines=[engine()], **options) as (made, fleet), gives_up:
         Steps(made, fleet).make()
 

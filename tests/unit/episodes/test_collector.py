@@ -442,18 +442,23 @@ def test_it_gives_up_and_names_the_keys(data: PromptDataset) -> None:
         return 1.0 if position else float(nth)
 
     with collector(data, draw=4, verdict=verdict, algorithm=filtering(max_num_gen_batches=2)) as (made, _):
-        with pytest.raises(ValueError) as caught:
+        with pytest.raises(RunStopped) as caught:  # for people: both launchers end with its text alone
             made.next_batch(1)
         text = str(caught.value)
         assert "step 1: 2 draws (8 prompts, mean score 0.938) gave 1 groups with a signal" in text
-        for key in ("data.train_batch_size=4", "max_num_gen_batches=2", "data.gen_batch_size=4", "resample=false"):
+        for key in (
+            "data.train_batch_size=4",
+            "max_num_gen_batches=8 (now 2)",
+            "rollout.n=2 (now 1)",
+            "resample=false",
+        ):
             assert key in text
 
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_without_a_bound_it_stops_after_ten_passes(data: PromptDataset, alone: bool) -> None:
     with collector(data, draw=4, verdict=lambda p, n: 0.0, algorithm=filtering(), alone=alone) as (made, fleet):
-        with pytest.raises(ValueError, match="30 draws"):
+        with pytest.raises(RunStopped, match=r"30 draws .*Set actor_rollout_ref.rollout.n=2 "):
             made.next_batch(1)
         assert len(fleet.asked) == 120 * N
 

@@ -149,7 +149,7 @@ def test_names_of_ends(episode: Episode, score: float | None, extras: dict[str, 
 def test_a_group_that_loses_its_signal_by_a_policy_is_no_use_to_dynamic_sampling(tmp_path: Path) -> None:
     rules = AlgorithmConfig(filter_groups=FilterGroupsConfig(enable=True, max_num_gen_batches=3))
     policies = Policies.from_config(OutcomesConfig(failed="drop"), max_failure_fraction=1)
-    given_up = pytest.raises(ValueError, match="gave 0 groups with a signal")  # of two, one failed and is dropped
+    given_up = pytest.raises(RunStopped, match="gave 0 groups with a signal")  # of two, one failed and is dropped
     with collector(dataset(tmp_path), algorithm=rules, policies=policies) as (made, _), given_up:
         made.next_batch(1)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,11 +14,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from verl_like.models import attention_groups
 from verl_like.models.attention import packed_attention
 from verl_like.models.attention_groups import groups_of
+from verl_like.models.attention_sinks import attend_with_sinks
 from verl_like.models.packing import Segments
 from verl_like.models.shared_prompts import shared_layout
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, DIM = 4, 2, 8
+SINKS = torch.tensor([0.5, -2.0, 3.0, 0.0], dtype=torch.float64)
 
 
 def tokens(count: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
@@ -27,7 +31,15 @@ def tokens(count: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tens
 
 
 def naive(
-    q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scale: float, window: int | None, softcap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: list[int],
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    *,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     outputs = []
     for qs, ks, vs in zip(*(t[0].split(lengths, dim=1) for t in (q, k, v)), strict=True):
@@ -36,7 +48,10 @@ def naive(
         scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
         n = qs.shape[1]
         seen = torch.tensor([[j <= i and (window is None or i - j < window) for j in range(n)] for i in range(n)])
-        outputs.append(torch.einsum("hij,hjd->ihd", scores.masked_fill(~seen, -torch.inf).softmax(-1), vs))
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[:, None, None].expand(-1, n, 1)], -1)
+        outputs.append(torch.einsum("hij,hjd->ihd", scores.softmax(-1)[..., :n], vs))
     return torch.cat(outputs)[None]
 
 
@@ -46,24 +61,90 @@ def naive(
     window=st.sampled_from([None, 1, 7, 100]),
     softcap=st.sampled_from([None, 2.0]),
     scale=st.sampled_from([None, 0.2]),
+    with_sinks=st.booleans(),
 )
 def test_equals_one_at_a_time(
-    lengths: list[int], window: int | None, softcap: float | None, scale: float | None
+    lengths: list[int], window: int | None, softcap: float | None, scale: float | None, with_sinks: bool
 ) -> None:
     q, k, v = tokens(sum(lengths))
+    sinks = SINKS.clone().requires_grad_() if with_sinks else None
     ours, _ = packed_attention(
         *(torch.nn.Identity(), q, k, v, None),
         segments=Segments(lengths, CPU),
         scaling=scale,
         sliding_window=window,
         softcap=softcap,
+        s_aux=sinks,
     )
-    expected = naive(q, k, v, lengths, DIM**-0.5 if scale is None else scale, window, softcap)
+    expected = naive(q, k, v, lengths, DIM**-0.5 if scale is None else scale, window, softcap, sinks=sinks)
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)  # soft-capped scores are float32
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    gradients = [torch.autograd.grad((out * weight).sum(), [q, k, v]) for out in (ours, expected)]
+    inputs = [t for t in (q, k, v, sinks) if t is not None]
+    gradients = [torch.autograd.grad((out * weight).sum(), inputs) for out in (ours, expected)]
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+
+
+@dataclass
+class StandIn:
+    """A flash kernel for the CPU: of lse and the output its backward pass makes weights and mean, and no more."""
+
+    lengths: list[int]
+    window: int | None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            scores = self._scores(q, k)
+            return torch.einsum("hij,jhd->ihd", scores.softmax(-1), self._of_all(v)), scores.logsumexp(-1).t()
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        weights = (self._scores(q, k) - lse.t()[..., None]).exp()
+        of_weights = torch.einsum("ihd,jhd->hij", grad, self._of_all(v)) - (grad * out).sum(-1).t()[..., None]
+        slope = weights * of_weights * DIM**-0.5
+        found = (torch.einsum("hij,ihd->jhd", part, of) for part, of in ((slope, q), (weights, grad)))
+        fewer = (each.unflatten(1, (KV_HEADS, -1)).sum(2) for each in found)
+        return torch.einsum("hij,jhd->ihd", slope, self._of_all(k)), *fewer  # type: ignore[return-value]
+
+    def _scores(self, q: Tensor, k: Tensor) -> Tensor:
+        row = torch.arange(len(self.lengths)).repeat_interleave(torch.tensor(self.lengths))
+        place = torch.arange(len(row))
+        behind = place[:, None] - place
+        seen = (row[:, None] == row) & (behind >= 0) & (behind < (self.window or len(row)))
+        return (torch.einsum("ihd,jhd->hij", q, self._of_all(k)) * DIM**-0.5).masked_fill(~seen, -torch.inf)
+
+    def _of_all(self, t: Tensor) -> Tensor:
+        return t.repeat_interleave(HEADS // KV_HEADS, 1)
+
+
+@pytest.mark.parametrize("way", ["varlen", "long rows", "long rows, window"])
+def test_sinks_around_a_kernel_keep_all_gradients(way: str) -> None:
+    """Of a kernel whose lse has no gradient; rescaled outside of it, as is tempting, only the output is right."""
+    window = 7 if way != "long rows" else None
+    lengths = [40, 1, 49] if way == "varlen" else [600, 530]
+    (q, k, v), sinks = tokens(sum(lengths)), SINKS.clone().requires_grad_()
+    inputs, segments = [q, k, v, sinks], Segments(lengths, CPU)
+    expected = naive(q, k, v, lengths, DIM**-0.5, window, None, sinks=sinks)
+    weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    wanted = torch.autograd.grad((expected * weight).sum(), inputs)
+    if way == "varlen":
+        kernel, (queries, keys, values) = StandIn(lengths, window), (t[0].transpose(0, 1) for t in (q, k, v))
+        ours = attend_with_sinks(queries, keys, values, sinks, kernel)[None]
+    else:
+        ours, _ = packed_attention(
+            *(torch.nn.Identity(), q, k, v, None), segments=segments, sliding_window=window, s_aux=sinks
+        )
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
+    for a, b in zip(torch.autograd.grad((ours * weight).sum(), inputs), wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+    if way == "varlen":
+        lse = kernel.forward(queries, keys, values)[1].detach()
+        without = naive(q, k, v, lengths, DIM**-0.5, window, None)
+        tempting = without * torch.sigmoid(lse - sinks)[None, ..., None]
+        torch.testing.assert_close(tempting, expected, rtol=0, atol=1e-12)
+        found = torch.autograd.grad((tempting * weight).sum(), inputs)
+        assert all(float((a - b).abs().max()) > 1e-2 for a, b in zip(found[:2], wanted[:2], strict=True))
 
 
 def test_rows_that_share_a_prompt_read_it_head_by_head() -> None:
@@ -146,10 +227,14 @@ def test_equal_lengths_move_nothing() -> None:
     assert groups.shapes == ((3, 12),) and groups.layout is None
 
 
-def test_sinks_and_dropout_with_a_soft_cap_are_refused() -> None:
+def test_dropout_with_a_soft_cap_or_sinks_is_refused() -> None:
     q, k, v = tokens(4)
-    segments = Segments([4], CPU)
-    with pytest.raises(ValueError, match=r"sinks.*use_remove_padding=False"):
-        packed_attention(torch.nn.Identity(), q, k, v, None, segments=segments, s_aux=torch.zeros(HEADS))
-    with pytest.raises(ValueError, match="attention dropout"):
-        packed_attention(torch.nn.Identity(), q, k, v, None, segments=segments, softcap=2.0, dropout=0.1)
+    for softcap, sinks in ((2.0, None), (None, SINKS)):
+        with pytest.raises(ValueError, match="attention dropout"):
+            packed_attention(
+                *(torch.nn.Identity(), q, k, v, None),
+                segments=Segments([4], CPU),
+                dropout=0.1,
+                softcap=softcap,
+                s_aux=sinks,
+            )

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from tests.unit.models.memory import PeakBytes
 from verl_like.models import fused_linear
 from verl_like.models.fused_linear import Head, Reference, full_logits_reductions, fused_reductions
 
-ALL = frozenset(fused_linear.REDUCTIONS)
+ALL = frozenset(fused_linear.REDUCTIONS) - {"jsd", "chosen_log_probs"}
 BOTH = frozenset({"log_probs", "entropy"})
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -39,7 +40,7 @@ def test_hand_values() -> None:
     even = Reference(hidden_NH=torch.ones(2, 1), head=Head(weight_VH=torch.zeros(2, 1)))
     for temperature, p in ((1.0, 0.75), (0.5, 0.9)):
         out = fused_reductions(
-            hidden, Head(weight_VH=weight), torch.tensor([1, 0]), ALL, temperature=temperature, reference=even
+            hidden, Head(weight_VH=weight), torch.tensor([1, 0]), ALL, temperature=temperature, references=(even,)
         )
         entropy = -p * math.log(p) - (1 - p) * math.log(1 - p)
         assert out["log_probs"].tolist() == pytest.approx([math.log(p), math.log(1 - p)])
@@ -63,7 +64,9 @@ def test_hand_values_of_a_soft_cap() -> None:
     cut=st.integers(0, 3),
     chunk=st.integers(1, 200),
     temperature=st.sampled_from([1.0, 0.6, 1.7]),
-    want=st.sets(st.sampled_from(sorted(ALL)), min_size=1),
+    want=st.sets(st.sampled_from([*sorted(ALL), "chosen_log_probs"]), min_size=1),
+    jensen=st.booleans(),
+    teachers=st.integers(1, 3),
     head=st.fixed_dictionaries({"softcap": st.sampled_from([None, 3.0]), "scale": st.sampled_from([1.0, 0.4])}),
     with_bias=st.booleans(),
     kept=st.booleans(),
@@ -75,33 +78,41 @@ def test_equals_full_logits(
     chunk: int,
     temperature: float,
     want: set[str],
+    jensen: bool,
+    teachers: int,
     head: dict[str, Any],
     with_bias: bool,
     kept: bool,
 ) -> None:
     """Values and gradients of every mixture of reductions, with the logits kept for the backward pass and not."""
+    want = {"jsd" if jensen and name == "full_kl" else name for name in want}
     vocab = max(1, v - cut)
     hidden, weight, bias, targets = inputs(n, v, 5)
-    other = reference(n, v, 3, vocab_size=vocab, **head)
+    others = [reference(n, v, 3 + i, vocab_size=vocab, **head) for i in range(teachers)]
+    if teachers > 1:  # each of every third token, say
+        others = [replace(other, mine_N=torch.arange(n) % teachers == i) for i, other in enumerate(others)]
     ours = Head(weight_VH=weight, bias_V=bias if with_bias else None, vocab_size=vocab, **head)
-    settings_ = {"temperature": temperature, "reference": other}
+    chosen = torch.stack([targets.clamp(max=vocab - 1), targets * 0], 1)
+    settings_ = {"temperature": temperature, "references": tuple(others), "chosen_NK": chosen}
     results = []
     for function, extra in ((fused_reductions, {"chunk_elements": chunk}), (full_logits_reductions, {})):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(fused_linear, "KEEP_ELEMENTS", 2**20 if kept else 0)
             out = function(hidden, ours, targets.clamp(max=vocab - 1), frozenset(want), **settings_, **extra)
         g = torch.Generator().manual_seed(7)
-        total = sum((out[name] * torch.randn(n, generator=g, dtype=torch.float64)).sum() for name in sorted(want))
+        total = sum((out[n] * torch.randn(out[n].shape, generator=g, dtype=torch.float64)).sum() for n in sorted(want))
         leaves = [hidden, weight, bias] if with_bias else [hidden, weight]
         results.append([*(out[name] for name in sorted(want)), *torch.autograd.grad(total, leaves)])  # type: ignore[arg-type]
     for fused, naive in zip(*results, strict=True):
         torch.testing.assert_close(fused, naive, rtol=1e-10, atol=1e-11)
 
 
+@pytest.mark.parametrize("want", [ALL, frozenset({"jsd", "chosen_log_probs", "entropy"})], ids=["full_kl", "jsd"])
 @pytest.mark.parametrize("keep", [0, 2**20])
 @pytest.mark.parametrize("softcap", [None, 1.5])
-def test_gradcheck(monkeypatch: pytest.MonkeyPatch, keep: int, softcap: float | None) -> None:
+def test_gradcheck(monkeypatch: pytest.MonkeyPatch, keep: int, softcap: float | None, want: frozenset[str]) -> None:
     """Against finite differences, all reductions at once."""
+    ids = torch.arange(10).view(5, 2) % 7
     monkeypatch.setattr(fused_linear, "KEEP_ELEMENTS", keep)
     hidden, weight, bias, targets = inputs(5, 7, 3)
     other = reference(5, 7, 2)
@@ -109,7 +120,11 @@ def test_gradcheck(monkeypatch: pytest.MonkeyPatch, keep: int, softcap: float | 
     def function(h: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
         head = Head(weight_VH=w, bias_V=b, scale=0.7, softcap=softcap)
         options: dict[str, Any] = {"chunk_elements": 14 if keep == 0 else 100}
-        return tuple(fused_reductions(h, head, targets, ALL, temperature=0.8, reference=other, **options).values())
+        return tuple(
+            fused_reductions(
+                h, head, targets, want, temperature=0.8, references=(other,), **options, chosen_NK=ids
+            ).values()
+        )
 
     assert torch.autograd.gradcheck(function, (hidden, weight, bias))
 
@@ -119,7 +134,7 @@ def test_a_graph_can_be_walked_twice(monkeypatch: pytest.MonkeyPatch, keep: int)
     """What is kept for the backward pass is not overwritten by it."""
     monkeypatch.setattr(fused_linear, "KEEP_ELEMENTS", keep)
     hidden, weight, _, targets = inputs(5, 7, 3)
-    out = fused_reductions(hidden, Head(weight_VH=weight), targets, ALL, reference=reference(5, 7, 2))
+    out = fused_reductions(hidden, Head(weight_VH=weight), targets, ALL, references=(reference(5, 7, 2),))
     total = sum(value.sum() for value in out.values())
     first, second = (torch.autograd.grad(total, [hidden, weight], retain_graph=True) for _ in range(2))  # type: ignore[arg-type]
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -128,7 +143,9 @@ def test_a_graph_can_be_walked_twice(monkeypatch: pytest.MonkeyPatch, keep: int)
 def test_kl_to_itself_is_zero_and_no_gradient_enters_the_reference() -> None:
     hidden, weight, _, targets = inputs(6, 50, 8, torch.float32)
     same = Reference(hidden_NH=hidden, head=Head(weight_VH=weight))
-    kl = fused_reductions(hidden, Head(weight_VH=weight), targets, frozenset({"full_kl"}), reference=same)["full_kl"]
+    kl = fused_reductions(hidden, Head(weight_VH=weight), targets, frozenset({"full_kl"}), references=(same,))[
+        "full_kl"
+    ]
     assert not kl.any()
     for gradient in torch.autograd.grad(kl.sum(), [hidden, weight]):
         assert gradient.abs().max() < 1e-6
@@ -156,18 +173,20 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="needs the reference model's"):
         fused_reductions(hidden, head, targets, frozenset({"full_kl"}))
     with pytest.raises(ValueError, match="7 logits and the reference 6"):
-        fused_reductions(hidden, head, targets, frozenset({"full_kl"}), reference=reference(3, 6, 2))
+        fused_reductions(hidden, head, targets, frozenset({"full_kl"}), references=(reference(3, 6, 2),))
 
 
 def peak(n: int, v: int, h: int, dtype: torch.dtype, want: frozenset[str], chunk: int | None) -> int:
     """Largest number of bytes that forward and backward hold beyond their inputs; chunk None: full logits."""
     hidden, weight, _, targets = inputs(n, v, h, dtype)
-    other = reference(n, v, h, dtype) if "full_kl" in want else None
+    other = (reference(n, v, h, dtype),) if want & {"full_kl", "jsd"} else ()
     with PeakBytes() as probe:
         if chunk is None:
-            out = full_logits_reductions(hidden, Head(weight_VH=weight), targets, want, reference=other)
+            out = full_logits_reductions(hidden, Head(weight_VH=weight), targets, want, references=other)
         else:
-            out = fused_reductions(hidden, Head(weight_VH=weight), targets, want, reference=other, chunk_elements=chunk)
+            out = fused_reductions(
+                hidden, Head(weight_VH=weight), targets, want, references=other, chunk_elements=chunk
+            )
         torch.stack([value.sum() for value in out.values()]).sum().backward()
         del out
     return probe.peak

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
-from verl_like.algorithms import experience
+from verl_like.algorithms import experience, reward_shaping
 from verl_like.algorithms.objectives import PolicyObjective
 from verl_like.cluster.worker_group import WorkerError
 from verl_like.config import PPOConfig
@@ -98,6 +99,7 @@ def test_a_sound_step_passes(plain: Callable[[str], Plain], name: str) -> None:
 
 
 Plant = Callable[[pytest.MonkeyPatch], None]
+KL = ["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0.5"]
 
 
 def around(target: Any, name: str, change: Callable[..., Any]) -> Plant:
@@ -263,6 +265,19 @@ def test_adapters_on_fewer_layers_do_not_start(plain: Callable[[str], Plain], mo
         sound.findings()
 
 
+def with_the_actors_optimizer(own: Any, spec: Any, process: Any, name: str) -> Any:
+    roles_of_run = spec.plan.roles
+    for role in roles_of_run.values():
+        if role.config.optim is not None:
+            object.__setattr__(role.config, "optim", roles_of_run["actor"].config.optim)
+    return own(spec, process, name)
+
+
+def one_too_many(own: Any, *given: Any) -> Iterator[tuple[str, Tensor]]:
+    yield from own(*given)
+    yield "model.layers.9.mlp.up_proj.weight", torch.zeros(1)
+
+
 def kl_added(own: Any, rewards_T: Tensor, mask_T: Tensor, known: Any, algorithm: Any, kl_coef: float) -> Any:
     return own(rewards_T, mask_T, known, algorithm, -kl_coef)
 
@@ -292,4 +307,68 @@ def test_a_shared_formula_is_said(model: str) -> None:
     findings, notes = prove_step(compose([*COMMON, *keys]), ranks=1)
     assert all(each.passed for each in findings), table(findings)
     (note,) = notes
-    assert note == "credit: shared formula (algorithm.whiten_advantages, algorithm.adv_estimator=opo)"
+    assert note == "credit: shared formula (algorithm.adv_estimator=opo)"
+
+
+CREDIT: dict[str, tuple[list[str], Plant, str]] = {
+    "whitening over tool text": (
+        ["algorithm.adv_estimator=grpo", "algorithm.whiten_advantages=True"],
+        around(reward_shaping, "masked_whiten", lambda own, values, mask: own(values, torch.ones_like(mask))),
+        "step 1: advantages",
+    ),
+    "opo with rows of another group": (
+        ["algorithm.adv_estimator=opo"],
+        around(experience, "compute_advantages", of_another_group),
+        "step 1: advantages",
+    ),
+    "penalty of the wrong sign beside whitening": (
+        ["algorithm.adv_estimator=grpo", "algorithm.whiten_advantages=True", *KL],
+        around(experience, "subtract_kl", kl_added),
+        "step 2: advantages",
+    ),
+    "reward on the last token, sampled or not": (
+        ["algorithm.adv_estimator=reinforce_plus_plus", "algorithm.gamma=0.9"],
+        around(experience, "place_on_last_token", lambda own, score, mask, length: own(score, mask | True, length)),
+        "step 1: advantages",
+    ),
+    "a warm-up that begins a step late": (
+        ["algorithm.adv_estimator=grpo", f"{ACTOR}.optim.lr_warmup_steps=5"],
+        around(optim.Schedule, "rate", lambda own, schedule: own(schedule) * 0.9),
+        "actor: learning rate of every step",
+    ),
+    "the critic with the actor's rate": (
+        ["algorithm.adv_estimator=gae"],
+        around(worker_roles, "build_engine", with_the_actors_optimizer),
+        "step 1: critic: mini-batch 1: learning rate",
+    ),
+    "a tensor too many in the export": (
+        ["algorithm.adv_estimator=grpo"],
+        around(export.WeightExport, "stream", one_too_many),
+        "step 1: actor: change",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CREDIT)
+def test_what_others_planted_is_found(model: str, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Faults of a second pair of eyes that an earlier form of the proof did not see."""
+    keys, plant, where = CREDIT[name]
+    config = compose([*COMMON, *keys, f"actor_rollout_ref.model.path={model}", f"critic.model.path={model}"])
+    plant(monkeypatch)
+    findings, _ = prove_step(config, ranks=1)
+    assert next(each.name for each in findings if not each.passed).startswith(where)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        [f"{ACTOR}.sample_weight.difficulty=True"],
+        ["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc"],
+        ["algorithm.whiten_rewards=True", "algorithm.token_reward_clip=0.5", "algorithm.advantage_clip=1.0", *KL[:1]],
+    ],
+    ids=["difficulty", "metric", "shaping"],
+)
+def test_no_false_alarm(model: str, keys: list[str]) -> None:
+    config = compose([*COMMON, "algorithm.adv_estimator=grpo", *keys, f"actor_rollout_ref.model.path={model}"])
+    findings, _ = prove_step(config, ranks=1)
+    assert all(each.passed for each in findings), table(findings)

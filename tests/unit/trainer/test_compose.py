@@ -59,6 +59,17 @@ def test_overrides_reach_their_dataclass_with_types():
     assert config.trainer.default_local_dir == "checkpoints/verl_examples/run_1"
 
 
+def test_a_wrong_value_that_others_follow_is_told_once_and_theirs_where_they_have_their_own():
+    key = "actor_rollout_ref.actor.loss_agg_mode"
+    for settings, wanted in (
+        ([f"{key}=mean"], [key]),
+        ([f"{key}=mean", "critic.loss_agg_mode=sum"], [key, "critic.loss_agg_mode"]),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            compose(settings)
+        assert [text.partition("=")[0] for text in caught.value.problems] == wanted
+
+
 def test_followers_follow_and_can_be_set_apart():
     config = compose(
         [

@@ -70,6 +70,9 @@ def test_modes(tmp_path: Path) -> None:
     assert find_resume(config_of(tmp_path, trainer__resume_mode="disable")) is None
     by_path = {"trainer__resume_mode": "resume_path", "trainer__resume_from_path": str(early)}
     assert find_resume(config_of(tmp_path / "other", **by_path)) == early
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"file is a file; .*name a folder"):
+        find_resume(config_of(tmp_path, **by_path | {"trainer__resume_from_path": str(tmp_path / "file")}))
 
 
 def test_home_folders_are_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from tests.e2e.support import main_ppo
+from tests.unit.models import zoo
 from tests.unit.trainer import bad_configurations as bad
 from tests.unit.trainer.test_bad_configurations import refusal
 from tests.worlds.processes import run_module
@@ -71,6 +75,19 @@ def test_five_mistakes_in_five_parts_are_one_list(tmp_path: Path, tiny_model: Pa
     assert not (tmp_path / "out").exists()
 
 
+def test_adapters_of_experts_that_the_engine_does_not_keep_are_told(tmp_path: Path, tiny_model: Path) -> None:
+    """Left out, or merged, nothing is told of them."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    model = Path(zoo.folder(tmp_path, "qwen3_moe", vocab_size=len(tokenizer)))
+    tokenizer.save_pretrained(model)
+    lora = {f"{bad.MODEL}.lora_rank": "2", f"{bad.MODEL}.lora.merge": "false"}
+    lora |= {"actor_rollout_ref.rollout.name": "vllm", **NO_TRAIN}
+    for more, is_told in (({}, True), ({f"{bad.MODEL}.exclude_modules": "[experts,gate]"}, False)):
+        found = [line for line in told(tmp_path, model, lora | more) if "keeps no adapters of experts" in line]
+        assert len(found) == is_told
+        assert all("model.lora.merge=False" in line and "mlp.experts.down_proj" in line for line in found)
+
+
 @pytest.mark.parametrize(
     ("unknown", "words"),
     [
@@ -93,8 +110,85 @@ def test_a_fact_that_cannot_be_loaded_is_told_once_and_hides_no_other(
     both = {"data.val_files": "{train}"}  # a key that does not fit them is one fault, not two
     alone = told(tmp_path, tiny_model, joined(unknown, both))
     assert len(alone) == 1 and words in alone[0]
+    assert alone[0].count("`") % 2 == 0, "a library's text is cut where a sentence ends"
     more = told(tmp_path, tiny_model, joined(unknown, both, NO_REWARD, NO_LOGS))
     assert len(more) == 3 and alone[0] in more, more
+
+
+TOOLS = {f"{bad.TURNS}.enable": "true", f"{bad.TURNS}.tool_config_path": "/no_tool.yaml"}
+BROKEN = {"data.train_files": "{folder}/broken.jsonl", "data.val_files": "{folder}/empty.jsonl"}
+SAMPLER = {"data.sampler.class_path": "/no_sampler.py", "data.sampler.class_name": "S"}
+NO_MODEL = {"algorithm.adv_estimator": "gae", "critic.model.path": "{folder}/odd", f"{bad.MODEL}.path": "{folder}/odd"}
+CLASS = {"data.custom_cls.path": "/no_class.py", "data.custom_cls.name": "D"}
+TOGETHER: list[tuple[dict[str, str], list[str]]] = [
+    (joined(BROKEN, SAMPLER, {f"{bad.ROLLOUT}.stop_token_ids": "[99999]", f"{bad.VAL}.stop_token_ids": "[99998]"}),
+     ["broken.jsonl, line 1", "empty.jsonl is empty", "no_sampler.py", "[99999]", "val_kwargs.stop_token_ids=[99998]"]),
+    (joined(TOOLS, CLASS, {f"{bad.TURNS}.interaction_config_path": "/no_user.yaml"},
+            {f"{bad.TURNS}.environment_path": "/no_world.py:W"}),
+     ["no_tool.yaml", "no_user.yaml", "no_world.py", "no_class.py"]),
+    (joined(BROKEN, {"data.tokenizer": "/nowhere", "custom_reward_function.num_workers": "100000"}, NO_REWARD),
+     ["broken.jsonl", "empty.jsonl", "data.tokenizer=/nowhere", "100,000 processes", "/nowhere.py: there is no"]),
+    (joined(NO_MODEL, BROKEN), [f"{bad.MODEL}.path={{folder}}/odd: its config.json", "broken.jsonl", "empty.jsonl"]),
+    ({"data.train_batch_size": "1000", "data.domain_weights": "{zork: 1}"}, ["only 8 tr", "domain_weights.zork"]),
+    ({f"{bad.ACTOR}.ulysses_sequence_parallel_size": "3", f"{bad.ACTOR}.use_kl_loss": "true"},
+     ["must divide the number of processes", f"{bad.ACTOR}.ulysses_sequence_parallel_size=3 does not divide"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "wanted"), TOGETHER)
+def test_mistakes_that_do_not_need_each_other_do_not_hide_each_other(
+    settings: dict[str, str], wanted: list[str], tmp_path: Path, tiny_model: Path
+) -> None:
+    (tmp_path / "broken.jsonl").write_text("{")
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "config.json").write_text("{")  # the tokenizer cannot be loaded either, for the same reason
+    found = told(tmp_path, tiny_model, settings)
+    assert len(found) == len(wanted), found
+    for words in wanted:
+        assert sum(words.format(folder=tmp_path) in text for text in found) == 1, (words, found)
+
+
+def test_a_grader_that_never_returns_is_a_problem_beside_others(tmp_path: Path, tiny_model: Path) -> None:
+    """And its time is waited for once."""
+    arguments = "data_source, solution_str, ground_truth, extra_info=None"
+    (tmp_path / "never.py").write_text(f"import time\ndef compute_score({arguments}):\n    time.sleep(100)\n")
+    never = {"custom_reward_function.path": "{folder}/never.py", "custom_reward_function.timeout": "1"}
+    began = time.monotonic()
+    found = told(tmp_path, tiny_model, joined(never, NO_LOGS))
+    assert len(found) == 2 and "1 of 1 calls failed" in "".join(found) and time.monotonic() - began < 30, found
+    assert any("never.py" in text and "timeout=1 s" in text and "or raise it" in text for text in found)
+
+
+def test_a_folder_without_weights_is_told_loudly_and_one_that_lacks_some_is_refused(
+    tmp_path: Path, tiny_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(tiny_model, folder)
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    bare = {
+        f"{bad.MODEL}.path": "{folder}/copy",
+        "algorithm.adv_estimator": "gae",
+        "critic.model.path": "{folder}/copy",
+    }
+    with caplog.at_level("WARNING", "verl_like"):
+        assert told(tmp_path, tiny_model, bare) == ["accepted"]
+    (warning,) = [text for text in caplog.messages if "HOLDS NO WEIGHTS" in text]
+    assert (
+        warning.startswith(f"{bad.MODEL}.path={folder} HOLDS NO WEIGHTS: THEY WILL BE RANDOM") and "download" in warning
+    )
+    index = {"weight_map": {"model.embed_tokens.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (found,) = told(tmp_path, tiny_model, bare)
+    assert found.startswith(f"{bad.MODEL}.path={folder}: its weights cannot be read") and "00001-of-00002" in found
+
+
+def test_a_chat_template_that_is_no_template_is_a_fault_of_the_model(tmp_path: Path, tiny_model: Path) -> None:
+    shutil.copytree(tiny_model, tmp_path / "copy")
+    (tmp_path / "copy" / "chat_template.jinja").write_text("{% for %}")
+    (found,) = told(tmp_path, tiny_model, {f"{bad.MODEL}.path": "{folder}/copy"})
+    assert found.startswith(f"{bad.MODEL}.path={tmp_path}/copy: its chat template is no Jinja: line 1: ")
 
 
 def test_what_this_machine_has_no_room_for_is_not_started(

@@ -18,7 +18,8 @@ def scored_together(config: PPOConfig) -> str:
 @rule(_N, "algorithm.adv_estimator", kind="risky")
 def groups_of_one(config: PPOConfig) -> Findings:
     """An estimator that compares the responses of a group needs two of them."""
-    if config.algorithm.estimator.compares and config.actor_rollout_ref.rollout.n == 1:
+    compares = config.algorithm.estimator.compares and not config.distillation.alone
+    if compares and config.actor_rollout_ref.rollout.n == 1:
         return "a group of one has nothing to compare with; set n to 2 or more"
 
 

@@ -1,5 +1,5 @@
 """Rules of the policy's update: keys that the chosen estimator or loss does not read, terms that cannot work together,
-and what corrects for the sampler (algorithm.rollout_correction)."""
+what corrects for the sampler (algorithm.rollout_correction), and teachers (distillation)."""
 
 from collections.abc import Callable, Mapping
 
@@ -7,10 +7,12 @@ from verl_like.config import batch_plan
 from verl_like.config.actor import ActorConfig
 from verl_like.config.batch_plan import takes_own_log_probs
 from verl_like.config.correction import corrects
+from verl_like.config.distillation import SOLE, TOP_K
 from verl_like.config.engines import ENGINES
 from verl_like.config.menus import ESTIMATORS, KL_KINDS, LOSSES, Choice, Loss, readers
+from verl_like.config.placement import is_apart
 from verl_like.config.ppo import PPOConfig
-from verl_like.config.roles import needs_critic
+from verl_like.config.roles import compares_policies, needs_critic
 from verl_like.config.rollout import NEUTRAL, distortions
 from verl_like.config.rule import Findings, idle, rule
 
@@ -153,6 +155,76 @@ def kl_as_a_loss(config: PPOConfig) -> Findings:
         return f"{why}; set kl_loss_type=kl+, mse or low_var_kl, or use_unbiased_kl=true"
 
 
+_DISTILL, _MODELS = "distillation.distillation_loss", "distillation.teacher_models"
+_MODE, _GRADIENT, _ALONE = (f"{_DISTILL}.{name}" for name in ("loss_mode", "use_policy_gradient", "use_task_rewards"))
+_KL = (f"{_ACTOR}.kl_loss_type", "algorithm.kl_penalty")
+
+
+@rule("distillation.enabled", "teacher_model.model_path", "teacher_models", reads=("distillation.teacher_key",))
+def teachers_are_named(config: PPOConfig) -> Findings:
+    """Every teacher has a model, and rows of its own."""
+    distillation, teachers = config.distillation, config.distillation.teachers()
+    if distillation.enabled and not teachers:
+        return f"name the teacher: distillation.teacher_model.model_path=FOLDER, or several in {_MODELS}"
+    if teachers and distillation.teacher_model.model_path is not None and distillation.teacher_models:
+        return ("distillation.teacher_model.model_path", _MODELS), "the first names the only teacher; leave one out"
+    for teacher in (each for each in teachers.values() if not (each.path.strip() or each.config.log_probs_file)):
+        return (_MODELS,), f"{teacher.place} has no model_path; set it to the teacher's folder"
+    if len(teachers) > 1 and SOLE in distillation.teacher_models:
+        return (_MODELS,), f"verl drops {SOLE} where there are others; give it another name"
+    rows = [each.rows for each in teachers.values()]
+    if twice := [value for value in dict.fromkeys(rows) if rows.count(value) > 1]:
+        return (_MODELS,), f"the rows of {twice[0]} have two teachers; give each a key of its own"
+
+
+@rule(_MODE, _GRADIENT, reads=("distillation.enabled",))
+def teachers_pull_somewhere(config: PPOConfig) -> Findings:
+    """k1 as a loss: its gradient is that of log_prob, whatever the teacher says."""
+    loss = config.distillation.distillation_loss
+    kind = KL_KINDS.get(loss.loss_mode)
+    if config.distillation.enabled and not loss.use_policy_gradient and kind is not None and kind.aimless:
+        return "its gradient does not depend on the teacher; set use_policy_gradient=true, or loss_mode=k3"
+
+
+@rule(_MODE, _GRADIENT, kind="risky", reads=("distillation.enabled",))
+def distributions_as_a_loss(config: PPOConfig) -> Findings:
+    """A distance over many tokens says more as a loss than as the advantage of the sampled one."""
+    loss = config.distillation.distillation_loss
+    if config.distillation.enabled and loss.use_policy_gradient and loss.loss_mode not in KL_KINDS:
+        return "only the sampled token's log-prob is moved; set use_policy_gradient=false, or loss_mode=k1"
+
+
+@rule(_MODE, *_KL, reads=("distillation.enabled",))
+def one_comparison(config: PPOConfig) -> Findings:
+    """The update compares whole vocabularies with the teachers or with the reference."""
+    if config.distillation.compares and compares_policies(config):
+        return f"one whole vocabulary is compared at a time; set {_KL[0]}=low_var_kl, or loss_mode=k3"
+
+
+@rule(_MODE, "distillation.hint_key", reads=("distillation.enabled",))
+def hints_before_the_update(config: PPOConfig) -> Findings:
+    """A teacher that sees a hint is asked before the update, about other prompts than the policy's."""
+    if config.distillation.compares and config.distillation.hint_key is not None:
+        return f"in the update both read the same prompts; set loss_mode={TOP_K}, or hint_key=null"
+
+
+@rule(_MODE, "trainer.placement", "distillation.nnodes", reads=("distillation.enabled",))
+def teachers_beside_the_actor(config: PPOConfig) -> Findings:
+    """Teachers are in the actor's pool where they read the rows together with it."""
+    teachers = config.distillation.teachers() if config.distillation.compares else {}
+    if any(is_apart(config, name) or not each.local for name, each in teachers.items()):
+        return f"the teacher reads the rows together with the actor; leave it in the main pool, or use {TOP_K}"
+
+
+@rule(_ALONE, f"{_ACTOR}.use_kl_loss", "trainer.prove_step", reads=("distillation.enabled",))
+def teachers_alone(config: PPOConfig) -> Findings:
+    """Without task rewards the teachers are all that is learnt from; trainer.prove_step knows no teachers."""
+    if config.distillation.alone and config.actor_rollout_ref.actor.use_kl_loss:
+        yield (_ALONE, f"{_ACTOR}.use_kl_loss"), "no other term is in the loss; set one of them to its default"
+    if config.distillation.enabled and config.trainer.prove_step:
+        yield ("trainer.prove_step", "distillation.enabled"), "the plain step has no teachers; set one to False"
+
+
 def _unread(menu: Mapping[str, Choice], section: str, key: str, chosen: Callable[[PPOConfig], Choice]) -> None:
     """Register the keys that only some choices of a menu read."""
 
@@ -208,4 +280,15 @@ idle(
     f"{_ACTOR}.sample_weight.scope",
     when=lambda c: not (_actor(c).sample_weight.difficulty or _actor(c).sample_weight.length),
     why=f"{_ACTOR}.sample_weight.difficulty and .length are false",
+)
+idle(
+    *(f"{_ACTOR}.{name}" for name in ("entropy_coeff", "sft_loss_coef", "rl_loss_coef")),
+    when=lambda c: c.distillation.alone,
+    why=f"{_ALONE} is false: the teachers are all that is learnt from",
+)
+idle("distillation.teacher_key", when=lambda c: len(c.distillation.teachers()) == 1, why="there is one teacher")
+idle(
+    f"{_DISTILL}.kd_temperature",
+    when=lambda c: c.distillation.distillation_loss.loss_mode in KL_KINDS,
+    why=f"{_MODE} compares log-probs of sampled tokens, at rollout.temperature",
 )

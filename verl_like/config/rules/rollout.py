@@ -47,6 +47,7 @@ def tensor_parallel_engine(config: PPOConfig) -> Findings:
 def recorded_steps_answer_nothing(config: PPOConfig) -> Findings:
     """Recorded steps answer no validation."""
     trainer, recorded = config.trainer, config.actor_rollout_ref.rollout.engine.recorded
+    recorded = recorded and trainer.objective == "rl"
     if recorded and (trainer.val_before_train or trainer.val_only or trainer.test_freq != -1):
         return (_NAME,), "nothing answers a validation; set trainer.val_before_train=False trainer.test_freq=-1"
 
@@ -235,6 +236,11 @@ idle(
     *("filter_overlong_prompts", "truncation", "domain_weights", "data.custom_cls.", "custom_reward_function.path"),
     *("reward_model.rule", "trainer.total_epochs"),
     when="env.train.tags is not empty: they play environments, which score themselves",
+)
+idle(
+    *("actor_rollout_ref.rollout.", "actor_rollout_ref.ref.", "algorithm.", "critic.", "reward_model."),
+    *("custom_reward_function.", "env.", "data.ground_truth_key", "data.max_prompt_length", "data.max_response_length"),
+    when="trainer.objective is sft: the answers are in the data, nothing is sampled or judged",
 )
 idle(
     "env.val.max_traj_per_env",

@@ -48,6 +48,27 @@ def tensor_parallel_role(config: PPOConfig) -> Findings:
             yield (role.tensor_key, f"{role.model_section}.{_PACKED}"), "it works on packed tokens; set it to True"
 
 
+_ROUTER = f"{_ACTOR}.router"
+_OF_ROUTERS = tuple(f"{_ROUTER}.{name}" for name in ("balance_loss_coef", "z_loss_coef", "bias_update_rate"))
+_UNFIT = {
+    f"{_ACTOR}.ulysses_sequence_parallel_size": (1, "scores are those of whole sequences; set it to 1"),
+    f"actor_rollout_ref.model.{_PACKED}": (True, "padding is routed as well; set it to True"),
+    f"{_ACTOR}.use_torch_compile": (False, "scores are noted inside of layers; set it to False"),
+}
+
+
+@rule(*_OF_ROUTERS, *_UNFIT, "actor_rollout_ref.model.lora_rank")
+def routers_are_watched(config: PPOConfig) -> Findings:
+    """Routers' losses and biases need the scores and loads of packed, whole sequences."""
+    for key in _OF_ROUTERS:
+        if get_value(config, key) > 0:
+            for other, (wanted, why) in _UNFIT.items():
+                if get_value(config, other) != wanted:
+                    yield (key, other), why
+    if config.actor_rollout_ref.actor.router.bias_update_rate > 0 and config.actor_rollout_ref.model.lora_rank > 0:
+        yield (_OF_ROUTERS[2], "actor_rollout_ref.model.lora_rank"), "adapters leave the base as it is; set one to 0"
+
+
 @rule("actor_rollout_ref.model.lora_rank", _MERGE, "actor_rollout_ref.rollout.name")
 def adapters_apart(config: PPOConfig) -> Findings:
     """The engine keeps adapters of that rank apart, or they are merged."""

@@ -178,6 +178,7 @@ def run(
     folder.mkdir(parents=True, exist_ok=True)
     setup_driver_logging(folder)
     with prepared(config) as ready, Launcher(config) as launcher, started(ready, launcher) as trainer:
+        assert isinstance(trainer, PPOTrainer)
         choose_source(trainer, workload, recording)
         trainer.fit()
         assert isinstance(trainer.report.speed, SpeedReport)

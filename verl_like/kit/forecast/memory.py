@@ -148,7 +148,7 @@ class Model:
         head = partial(memory.head_work_bytes, self.shape, self.path, tokens, backward=False)
         work = max(
             memory.layer_work_bytes(self.shape, self.path, tokens, backward=False),
-            head(entropy=self.name != REF) - self.last_layer() if self.name != CRITIC else 0.0,
+            head(entropy=self.name == ACTOR) - self.last_layer() if self.name != CRITIC else 0.0,
             self.sent_root(),
         )
         return self._own(optimizer=False) | {
@@ -220,20 +220,28 @@ class Model:
         return found
 
 
-def forecast(config: PPOConfig, actor: memory.Shape, critic: memory.Shape | None, machine: Machine) -> Forecast:
+def forecast(
+    config: PPOConfig,
+    actor: memory.Shape,
+    critic: memory.Shape | None,
+    machine: Machine,
+    teachers: Mapping[str, memory.Shape] = {},
+) -> Forecast:
     """Forecast every phase of a step of this configuration, in the pool where it runs.
 
     critic: shape of the critic, where the run trains one.
+    teachers: shapes of the teachers, by the name of their role.
     """
     roles, row = roles_of(config), config.data.max_prompt_length + config.data.max_response_length
     pools = {role: pool for pool in pools_of(config, machine.world) for role in pool.roles}
-    shapes = {ACTOR: actor, REF: actor, CRITIC: critic}
+    shapes = {ACTOR: actor, REF: actor, CRITIC: critic, **teachers}
     models = {
         name: _model(role, shape, machine, pools[name].world_size)
         for name, role in roles.items()
         if (shape := shapes.get(name)) is not None and not role.is_base_of_actor
     }
-    engine, cache = _engine(config, actor, machine, pools[ROLLOUT].world_size, row)
+    samples = config.actor_rollout_ref.rollout.engine.code is not None
+    engine, cache = _engine(config, actor, machine, pools[ROLLOUT].world_size, row) if samples else ({}, {})
     kept = cache if config.actor_rollout_ref.rollout.engine.keeps_cache else {}
     stays = {} if _sleeps(config, machine) else engine | kept
 
@@ -270,9 +278,22 @@ def forecast(config: PPOConfig, actor: memory.Shape, critic: memory.Shape | None
         phases["old_log_prob"] = forward(ACTOR)
     if REF in roles:
         phases["ref"] = forward(REF)
+    known, updated = [name for name in teachers if name in models], update(ACTOR)
+    if known and config.distillation.compares:  # they work inside the update
+        for name in known:
+            tokens = _tokens(config, roles[ACTOR], "update", pools[name].world_size, row)[0]
+            own = models[name].forward(tokens)
+            updated |= {
+                f"{name} weights": models[name].weights(),
+                f"{name} pass": own["gathered weights"] + own["work"],
+            }
+    elif known:
+        phases["teacher"] = max(map(forward, known), key=lambda parts: sum(parts.values()))
     if CRITIC in models:
         phases |= {"values": forward(CRITIC), "update_critic": update(CRITIC)}
-    return Forecast(phases=phases | {"update_actor": update(ACTOR)}, capacity=machine.capacity)
+    if not samples:
+        del phases["gen"], phases["update_weights"]
+    return Forecast(phases=phases | {"update_actor": updated}, capacity=machine.capacity)
 
 
 def _tokens(config: PPOConfig, role: RoleConfig, name: str, processes: int, row: int) -> tuple[int, int]:
@@ -305,7 +326,7 @@ def _model(role: RoleConfig, shape: memory.Shape, machine: Machine, processes: i
         shape=shape,
         path=path,
         fsdp=fsdp,
-        shards=processes if fsdp.fsdp_size < 1 else min(fsdp.fsdp_size, processes),
+        shards=max(1, processes // max(1, role.copies)) if fsdp.fsdp_size < 1 else min(fsdp.fsdp_size, processes),
         master=master,
         trained=trained,
         state=2.0 * master if state is None else state,
@@ -354,8 +375,10 @@ def of_run(
     actor, critic = memory.Shape.of(hf_config, costs.actor), None
     if costs.critic is not None:
         critic = memory.Shape.of(load_hf_config(config.critic.model, "critic.model.path"), costs.critic)
-    told = forecast(config, actor, critic, machine)
-    return told, remedies(config, actor, critic, machine) if told.too_large() else []
+    paths = {name: roles_of(config)[name].model for name in costs.teachers}
+    teachers = {n: memory.Shape.of(load_hf_config(model, n), costs.teachers[n]) for n, model in paths.items()}
+    told = forecast(config, actor, critic, machine, teachers)
+    return told, remedies(config, actor, critic, machine, teachers) if told.too_large() else []
 
 
 def told_memory(config: PPOConfig, hf_config: PretrainedConfig, costs: ModelCosts, machine: Machine) -> Forecast:
@@ -411,9 +434,15 @@ _SWITCHES: dict[str, Any] = {  # key -> what saves memory; the cheap ones first
 }
 
 
-def remedies(config: PPOConfig, actor: memory.Shape, critic: memory.Shape | None, machine: Machine) -> list[str]:
+def remedies(
+    config: PPOConfig,
+    actor: memory.Shape,
+    critic: memory.Shape | None,
+    machine: Machine,
+    teachers: Mapping[str, memory.Shape] = {},
+) -> list[str]:
     """A line for every phase that does not fit: what makes it fit."""
-    predict = partial(forecast, actor=actor, critic=critic, machine=machine)
+    predict = partial(forecast, actor=actor, critic=critic, machine=machine, teachers=teachers)
     return [f"{phase}: {', or '.join(_fixes(config, phase, predict))}" for phase in predict(config).too_large()]
 
 

@@ -13,7 +13,7 @@ History = Mapping[int, Mapping[str, float]]
 
 # Phases of a step in the order in which they run. Those that are not here (verl's own, or a subclass's) come last.
 PHASES = (
-    *("gen", "reward", "old_log_prob", "ref", "values", "adv", "samples", "update_critic", "update_actor"),
+    *("gen", "reward", "old_log_prob", "ref", "teacher", "values", "adv", "samples", "update_critic", "update_actor"),
     *("save_checkpoint", "update_weights", "testing"),
 )
 _NO_PHASES = {"step", "episodes_lag_max"}
@@ -32,6 +32,7 @@ class Chart:
 
 CHARTS: tuple[Chart, ...] = (
     Chart("Learning", "Score", {"critic/score/mean": "training"}, points="val-core/"),
+    Chart("Learning", "Loss", {"train/loss": "training", "val/loss": "validation"}, note="-log p of a trained token"),
     Chart(
         "Learning",
         "Reward after shaping",

@@ -53,6 +53,8 @@ def tiles(run: Run) -> list[dict[str, str]]:
         found.append({"label": label, "value": value, "note": f"{unit}, {note}" if unit else note, "metric": metric})
 
     add("Score", "critic/score/mean", "{:.3g}", change=True)
+    add("Loss", "train/loss", "{:.3g}", change=True)
+    add("Validation loss", "val/loss", "{:.3g}", change=True)
     core = {name for values in run.validation for name in values if name.startswith("val-core/")}
     for name in sorted(name for name in core if "/mean@" in name)[:2]:
         add(f"Validation {name.removeprefix('val-core/')}", name, "{:.3g}", change=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,13 +89,18 @@ class PlainModel:
         logits = hf(input_ids=tokens, use_cache=False).logits[0, :, : self.vocab_size].to(self.dtype)
         return (logits / self.temperature).log_softmax(dim=-1)
 
-    @torch.no_grad()
     def column(self, rows: Sequences, name: str) -> Tensor:
         """One answer for all rows, [B, R], 0 where there is no response."""
-        found = torch.zeros(rows.response_ids_BR.shape, dtype=self.dtype)
+        return self.columns(rows, [name])[name]
+
+    @torch.no_grad()
+    def columns(self, rows: Sequences, names: Iterable[str]) -> dict[str, Tensor]:
+        """Several answers for all rows, by name, in one pass."""
+        found = {name: torch.zeros(rows.response_ids_BR.shape, dtype=self.dtype) for name in names}
         for row in range(len(rows)):
-            answer = self.answers(rows, row)[name]
-            found[row, : len(answer)] = answer
+            answers = self.answers(rows, row)
+            for name, column in found.items():
+                column[row, : len(answers[name])] = answers[name]
         return found
 
     def measure(self, loss: PlainPolicyLoss) -> Measured:
@@ -109,7 +115,7 @@ class PlainModel:
             part.backward()
             total, scale = total + part.item(), scale + abs(part.item())
         gradient = {
-            name: torch.zeros_like(weight).cpu() if weight.grad is None else weight.grad.cpu().clone()
+            name: torch.zeros_like(weight).cpu() if weight.grad is None else weight.grad.cpu()
             for name, weight in self.hf.named_parameters()
         }
         self.hf.zero_grad(set_to_none=True)

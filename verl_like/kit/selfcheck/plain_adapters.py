@@ -112,13 +112,14 @@ def _begun(model: Model, folder: Path) -> Model:
         hf = AutoModelForCausalLM.from_config(load_hf_config(model), trust_remote_code=model.trust_remote_code)
     generator, rank = torch.Generator().manual_seed(2), model.lora_rank
     layers, tensors = dict(hf.named_modules()), {}
-    for name in target_names(hf, model):
+    names = target_names(hf, model)  # experts and routers are left out of this check
+    for name in names:
         outputs, inputs = layers[name].weight.shape  # pyright: ignore[reportAttributeAccessIssue]
         wide = _CHANGE * math.sqrt(inputs / rank) / (model.lora_alpha / rank)
         tensors[f"{_PREFIX}{name}.lora_A.weight"] = torch.randn(rank, inputs, generator=generator) / math.sqrt(inputs)
         tensors[f"{_PREFIX}{name}.lora_B.weight"] = torch.randn(outputs, rank, generator=generator) * wide
     folder.mkdir(parents=True)
     save_file(tensors, folder / WEIGHTS)
-    about = {"peft_type": "LORA", "r": rank, "lora_alpha": model.lora_alpha, "target_modules": model.target_modules}
+    about = {"peft_type": "LORA", "r": rank, "lora_alpha": model.lora_alpha, "target_modules": names}
     (folder / CONFIG).write_text(json.dumps(about))
-    return dataclasses.replace(model, lora_adapter_path=str(folder))
+    return dataclasses.replace(model, lora_adapter_path=str(folder), target_modules=names, exclude_modules=None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from verl_like.config import AlgorithmConfig
 
@@ -20,11 +20,11 @@ class PlainEpisode:
     """One response, its rows joined; a list has one number for each of its tokens."""
 
     group: int
-    rows: list[int]  # in the rollouts
-    mask: list[bool]  # sampled by the policy
-    rewards: Numbers
-    values: Numbers
     baseline: float = 0.0
+    rows: list[int] = field(default_factory=list)  # in the rollouts
+    mask: list[bool] = field(default_factory=list)  # sampled by the policy
+    rewards: Numbers = field(default_factory=list)
+    values: Numbers = field(default_factory=list)
 
     @property
     def total(self) -> float:
@@ -56,12 +56,12 @@ def _gae(episodes: Sequence[PlainEpisode], algorithm: AlgorithmConfig) -> Credit
         returns.append(
             [a + v if ok else 0.0 for a, v, ok in zip(advantages, episode.values, episode.mask, strict=True)]
         )
-    return list(zip(_whitened(episodes, raw), returns, strict=True))
+    return list(zip(whitened(episodes, raw), returns, strict=True))
 
 
 def _reinforce_plus_plus(episodes: Sequence[PlainEpisode], algorithm: AlgorithmConfig) -> Credit:
     returns = [_to_go(episode, algorithm.gamma) for episode in episodes]
-    return list(zip(_whitened(episodes, returns), returns, strict=True))
+    return list(zip(whitened(episodes, returns), returns, strict=True))
 
 
 def _remax(episodes: Sequence[PlainEpisode], algorithm: AlgorithmConfig) -> Credit:
@@ -112,7 +112,12 @@ def _to_go(episode: PlainEpisode, gamma: float) -> Numbers:
     return found
 
 
-def _whitened(episodes: Sequence[PlainEpisode], values: list[Numbers]) -> list[Numbers]:
+def clipped(values: list[Numbers], bound: float | None) -> list[Numbers]:
+    """Bound every number; None or 0: not at all."""
+    return [[min(max(v, -bound), bound) for v in row] for row in values] if bound else values
+
+
+def whitened(episodes: Sequence[PlainEpisode], values: list[Numbers]) -> list[Numbers]:
     """Less the mean over all sampled tokens of the batch, by their deviation."""
     inside = [
         value

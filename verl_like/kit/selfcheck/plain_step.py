@@ -14,26 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_like.algorithms.experience import make_experience
+from verl_like.algorithms.advantages import AdvantageInputs, compute_advantages
+from verl_like.algorithms.corrections import correct_on_driver
 from verl_like.algorithms.kl import FULL_KL_KIND, KLController
 from verl_like.algorithms.minibatch import cut_minibatches
 from verl_like.algorithms.moments import RunningMoments
 from verl_like.algorithms.preparation import prepare_minibatch
-from verl_like.algorithms.reward_shaping import shape_rewards
+from verl_like.algorithms.reward_shaping import reward_components, shape_rewards
 from verl_like.batch import Evaluated, Rollouts, Scores, whole_episodes
 from verl_like.config import AlgorithmConfig, OptimConfig, PPOConfig
 from verl_like.config.batch_plan import needs_sum_pi_squared
 from verl_like.kit.selfcheck.driver import experience_of, old_log_probs_of
 from verl_like.kit.selfcheck.material import Material
 from verl_like.kit.selfcheck.plain import PlainModel
-from verl_like.kit.selfcheck.plain_credit import OWN_ESTIMATORS, PlainEpisode, credit, place_reward
+from verl_like.kit.selfcheck.plain_credit import OWN_ESTIMATORS, PlainEpisode, clipped, credit, place_reward, whitened
 from verl_like.kit.selfcheck.plain_loss import PlainPolicyLoss, PlainValueLoss, kl_term
 
 ROUNDING = 1e-3  # of a tensor's largest gradient: from less than that Adam makes a whole step in any direction
-_SHAPING = (
-    *("reward_norm", "reward_scaling", "agent_reward_norm", "reward_clip", "token_reward_clip", "whiten_rewards"),
-    *("whiten_advantages", "advantage_clip"),
-)
+_SHAPING = ("reward_norm", "reward_scaling", "agent_reward_norm", "reward_clip")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -85,7 +83,7 @@ class PlainOptimizer:
             mean, square = self._moments.get(name, (torch.zeros_like(whole), torch.zeros_like(whole)))
             mean = first * mean + (1 - first) * clipped
             square = second * square + (1 - second) * clipped**2
-            self._moments[name] = mean, square
+            self._moments[name] = mean.float(), square.float()
             weight.mul_(1 - rate * self.optim.weight_decay)
             root = (square / (1 - second**self._updates)).sqrt() + self.optim.eps
             weight.sub_((rate * (mean / (1 - first**self._updates)) / root).to(weight.device))
@@ -128,15 +126,16 @@ class PlainRole:
                 weight.copy_(weights.get(name, weight))
 
     def weights(self) -> dict[str, Tensor]:
-        """Copy every weight, adapters added in, to the host."""
-        return {name: weight.detach().cpu().clone() for name, weight in self.model.hf.named_parameters()}
+        """Every weight, adapters added in, on the host; the next step changes them."""
+        return {name: weight.detach().cpu() for name, weight in self.model.hf.named_parameters()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainRecord:
     """A step that was made plainly. Columns are float64 [B, R] by name; weights by role.
 
-    seen: by role and weight, where the gradient of each optimizer step was more than rounding.
+    before: float32. after: the plain model's own, until its next step. seen: by role and weight, where the gradient of
+    each optimizer step was more than rounding.
     """
 
     kept: list[int]
@@ -144,6 +143,7 @@ class PlainRecord:
     used_log_probs_BR: Tensor
     before: dict[str, dict[str, Tensor]]
     after: dict[str, dict[str, Tensor]]
+    names: dict[str, set[str]]  # of all tensors of a role's model, those that are another one's included
     minibatches: dict[str, list[Minibatch]]
     seen: dict[str, dict[str, Tensor]]
 
@@ -179,7 +179,10 @@ class PlainStep:
         self.number += 1
         for role in self.trained.values():
             role.begin()
-        before = {name: role.weights() for name, role in self.trained.items()}
+        before = {
+            name: {weight: whole.to(torch.float32, copy=True) for weight, whole in role.weights().items()}
+            for name, role in self.trained.items()
+        }
         self.evaluate()
         self.credit()
         self.update()
@@ -189,6 +192,7 @@ class PlainStep:
             used_log_probs_BR=self.used_log_probs(),
             before=before,
             after={name: role.weights() for name, role in self.trained.items()},
+            names={name: set(role.model.hf.state_dict()) for name, role in self.trained.items()},
             minibatches={name: role.minibatches for name, role in self.trained.items()},
             seen={name: role.seen for name, role in self.trained.items()},
         )
@@ -196,13 +200,13 @@ class PlainStep:
     def evaluate(self) -> None:
         """Log-probs of old policy and reference, entropy and values of all rows."""
         actor, found = self.actor.model, self.columns
-        found["old_log_probs"], found["entropy"] = (actor.column(self.rollouts, n) for n in ("log_probs", "entropy"))
-        if needs_sum_pi_squared(self.config.algorithm):
-            found["sum_pi_squared"] = actor.column(self.rollouts, "sum_pi_squared")
+        names = ["log_probs", "entropy"]
+        names += ["sum_pi_squared"] if needs_sum_pi_squared(self.config.algorithm) else []
+        names += ["full_kl"] if actor.reference is not None else []
+        found |= actor.columns(self.rollouts, names)
+        found["old_log_probs"] = found.pop("log_probs")
         if self.reference is not None:
             found["ref_log_probs"] = self.reference.column(self.rollouts, "log_probs")
-        if actor.reference is not None:
-            found["full_kl"] = actor.column(self.rollouts, "full_kl")
         if self.critic is not None:
             found["values"] = self.critic.model.column(self.rollouts, "values")
 
@@ -213,48 +217,116 @@ class PlainStep:
         return sampled_BR.double() if old_log_probs_of(self.config) == "sampler" else self.columns["old_log_probs"]
 
     def credit(self) -> None:
-        """Rewards and advantages of the kept rows."""
-        why = _borrowed(self.config)
-        if why:
-            self.notes.append(f"credit: shared formula ({', '.join(why)})")
-            self._shared_credit()
-        else:
-            self._own_credit()
-
-    def _trainable(self, row: int) -> bool:
-        return bool(self.scores.valid_B[row]) and bool(self.rollouts.response_mask_BR[row].any())
-
-    def _own_credit(self) -> None:
+        """Rewards and advantages of the kept rows. What has no formula here is borrowed, on what this step has made."""
         algorithm, rollouts = self.config.algorithm, self.rollouts
-        episodes: dict[int, PlainEpisode] = {}
-        for row in self.kept:
-            number = row if rollouts.episode_B is None else int(rollouts.episode_B[row])
-            length, baseline = int(rollouts.response_length_B[row]), self.scores.baseline_B
-            one = episodes.setdefault(
-                number,
-                PlainEpisode(
-                    group=int(rollouts.group_B[row]),
-                    rows=[],
-                    mask=[],
-                    rewards=[],
-                    values=[],
-                    baseline=0.0 if baseline is None else float(baseline[row]),
-                ),
-            )
-            one.rows.append(row)
-            one.mask += rollouts.response_mask_BR[row, :length].tolist()
-            one.rewards += [0.0] * length
-            one.values += self._numbers("values", row, length)
-        means = []
-        for one in episodes.values():
+        rewards_B, episodes, means = self._rewards(), self._episodes(), []
+        for one in episodes:
             penalty = self._penalty(one)
-            place_reward(one, float(self.scores.score_B[one.rows[0]]), penalty, self.kl.coef)
+            place_reward(one, float(rewards_B[one.rows[0]]), penalty, self.kl.coef)
             inside = [each for each, ok in zip(penalty, one.mask, strict=True) if ok]
             means.append(sum(inside) / len(inside))
         if algorithm.use_kl_in_reward:
             count = len(whole_episodes(rollouts, self.scores)[0])
             self.kl = self.kl.update(sum(means) / len(means), count)
-        self._write(list(episodes.values()), credit(list(episodes.values()), algorithm))
+        rewards = clipped([each.rewards for each in episodes], algorithm.token_reward_clip)
+        rewards = whitened(episodes, rewards) if algorithm.whiten_rewards else rewards
+        for one, shaped in zip(episodes, rewards, strict=True):
+            one.rewards = shaped
+        if algorithm.adv_estimator in OWN_ESTIMATORS:
+            found = credit(episodes, algorithm)
+        else:
+            self.notes.append(f"credit: shared formula (algorithm.adv_estimator={algorithm.adv_estimator})")
+            found = self._borrowed(episodes)
+        advantages = [each for each, _ in found]
+        advantages = whitened(episodes, advantages) if algorithm.whiten_advantages else advantages
+        advantages = clipped(advantages, algorithm.advantage_clip)
+        self._write(episodes, [(a, r) for a, (_, r) in zip(advantages, found, strict=True)])
+
+    def _trainable(self, row: int) -> bool:
+        return bool(self.scores.valid_B[row]) and bool(self.rollouts.response_mask_BR[row].any())
+
+    def _rewards(self) -> Tensor:
+        """Reward of each row: its score, or what the shaping of rewards makes of it, which is borrowed."""
+        config = self.config
+        why = _reward_options(config)
+        if not why:
+            return self.scores.score_B
+        self.notes.append(f"rewards: shared formula ({', '.join(why)})")
+        longest = config.data.max_response_length
+        shaped = shape_rewards(config.algorithm, config.reward_model, self.rollouts, self.scores, self.moments, longest)
+        self.moments = shaped.moments
+        return shaped.reward_B
+
+    def _episodes(self) -> list[PlainEpisode]:
+        """The episodes of the kept rows, in the order of their first one."""
+        found: dict[int, PlainEpisode] = {}
+        baseline_B = self.scores.baseline_B
+        for row in self.kept:
+            number = row if self.rollouts.episode_B is None else int(self.rollouts.episode_B[row])
+            if number not in found:
+                baseline = 0.0 if baseline_B is None else float(baseline_B[row])
+                found[number] = PlainEpisode(group=int(self.rollouts.group_B[row]), baseline=baseline)
+            found[number].rows.append(row)
+        for one in found.values():
+            one.mask = [bool(inside) for inside in self._of(one, self.rollouts.response_mask_BR)]
+            one.rewards = [0.0] * len(one.mask)
+            one.values = self._of(one, self.columns["values"]) if "values" in self.columns else one.rewards
+        return list(found.values())
+
+    def _of(self, episode: PlainEpisode, column_BR: Tensor) -> list[float]:
+        """A column's numbers for all tokens of an episode."""
+        lengths = self.rollouts.response_length_B
+        return [number for row in episode.rows for number in column_BR[row, : int(lengths[row])].tolist()]
+
+    def _borrowed(self, episodes: list[PlainEpisode]) -> list[tuple[list[float], list[float]]]:
+        """Advantages and returns by the run's own estimator."""
+        config, rollouts = self.config, self.rollouts
+
+        def column(values: list[list[float]], dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.tensor([number for each in values for number in each], dtype=dtype)
+
+        def known(column_BR: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor | None:
+            return None if column_BR is None else column([self._of(each, column_BR) for each in episodes], dtype)
+
+        first, lengths = torch.tensor([each.rows[0] for each in episodes]), [len(each.mask) for each in episodes]
+        inputs = AdvantageInputs(
+            token_rewards_T=column([each.rewards for each in episodes]),
+            response_mask_T=column([[float(ok) for ok in each.mask] for each in episodes], torch.bool),
+            response_length_B=torch.tensor(lengths),
+            group_B=torch.tensor([each.group for each in episodes]),
+            values_T=known(self.columns.get("values")),
+            old_log_probs_T=known(self.used_log_probs()),
+            components=reward_components(config.algorithm, self.scores.select(first)),
+            step_T=known(rollouts.step_BR if rollouts.step_T is not None else None, torch.int32),
+            anchor_T=known(rollouts.anchor_BR if rollouts.anchor_T is not None else None, torch.int64),
+            sum_pi_squared_T=known(self.columns.get("sum_pi_squared")),
+            importance_weights_T=known(self._importance_weights()),
+            baseline_B=torch.tensor([each.baseline for each in episodes]),
+        )
+        outputs = compute_advantages(inputs, config.algorithm)
+        parts = zip(outputs.advantages_T.split(lengths), outputs.returns_T.split(lengths), strict=True)
+        return [(advantages.tolist(), returns.tolist()) for advantages, returns in parts]
+
+    def _importance_weights(self) -> Tensor | None:
+        """Weights of algorithm.rollout_correction [B, R], where an estimator asks for them before the update."""
+        if "sum_pi_squared" not in self.columns:
+            return None
+        kept, config = torch.tensor(self.kept), self.config
+        rows = self.rollouts.select(kept)
+        known = Evaluated(
+            response_length_B=rows.response_length_B, old_log_probs_BR=self._kept(self.used_log_probs()).float()
+        )
+        weights = correct_on_driver(config.algorithm.rollout_correction, config.actor_rollout_ref.actor, rows, known)
+        if weights.weights_T is None:
+            return None
+        found_BR = torch.zeros(self.rollouts.response_mask_BR.shape)
+        padded_BR = rows.padded(weights.weights_T)
+        found_BR[self.kept, : padded_BR.shape[1]] = padded_BR.float()
+        return found_BR
+
+    def _kept(self, column_BR: Tensor) -> Tensor:
+        """A column of the kept rows, as wide as these are."""
+        return column_BR[self.kept, : int(self.rollouts.response_length_B[self.kept].max())]
 
     def _write(self, episodes: list[PlainEpisode], found: list[tuple[list[float], list[float]]]) -> None:
         """Put advantages and returns of episodes back on their rows."""
@@ -270,54 +342,13 @@ class PlainStep:
 
     def _penalty(self, episode: PlainEpisode) -> list[float]:
         """KL of every token of an episode, by algorithm.kl_penalty."""
-        if not self.config.algorithm.use_kl_in_reward:
+        algorithm = self.config.algorithm
+        if not algorithm.use_kl_in_reward:
             return [0.0] * len(episode.mask)
-        found: list[float] = []
-        for row in episode.rows:
-            length = int(self.rollouts.response_length_B[row])
-            gap_R = (self.used_log_probs() - self.columns["ref_log_probs"])[row, :length]
-            found += kl_term(gap_R, str(self.config.algorithm.kl_penalty)).tolist()
-        return found
-
-    def _numbers(self, name: str, row: int, length: int) -> list[float]:
-        return self.columns[name][row, :length].tolist() if name in self.columns else [0.0] * length
-
-    def _shared_credit(self) -> None:
-        """Let verl_like/algorithms make it from this step's own columns."""
-        config, rollouts = self.config, self.rollouts
-
-        def column(name: str) -> Tensor | None:
-            return self.columns[name].float() if name in self.columns else None
-
-        evaluated = Evaluated(
-            response_length_B=rollouts.response_length_B,
-            old_log_probs_BR=self.used_log_probs().float(),
-            entropy_BR=column("entropy"),
-            sum_pi_squared_BR=column("sum_pi_squared"),
-            ref_log_probs_BR=column("ref_log_probs"),
-            full_kl_BR=column("full_kl"),
-            values_BR=column("values"),
-        )
-        longest = config.data.max_response_length
-        shaped = shape_rewards(config.algorithm, config.reward_model, rollouts, self.scores, self.moments, longest)
-        self.moments = shaped.moments
-        made, metrics = make_experience(
-            config.algorithm,
-            config.actor_rollout_ref.actor,
-            rollouts,
-            self.scores,
-            evaluated,
-            self.kl.coef,
-            reward_B=shaped.reward_B,
-            seed=config.trainer.seed + self.number - 1,
-        )
-        if "critic/kl" in metrics:
-            self.kl = self.kl.update(metrics["critic/kl"], len(whole_episodes(rollouts, self.scores)[0]))
-        shape = rollouts.response_mask_BR.shape
-        for name, values_BR in (("advantages", made.advantages_BR), ("returns", made.returns_BR)):
-            self.columns[name] = torch.zeros(shape, dtype=torch.float64)
-            if values_BR is not None:
-                self.columns[name][self.kept, : values_BR.shape[1]] = values_BR.double()
+        if algorithm.kl_penalty == FULL_KL_KIND:
+            return self._of(episode, self.columns["full_kl"])
+        gap_BR = self.used_log_probs() - self.columns["ref_log_probs"]
+        return kl_term(torch.tensor(self._of(episode, gap_BR)), str(algorithm.kl_penalty)).tolist()
 
     def update(self) -> None:
         """Take all optimizer steps of critic and actor over the kept rows."""
@@ -336,21 +367,15 @@ class PlainStep:
 
     def _material(self) -> Material:
         """The columns of the kept rows."""
-        rows = self.rollouts.select(torch.tensor(self.kept))
-        width = rows.response_mask_BR.shape[1]
         empty = torch.zeros(self.rollouts.response_mask_BR.shape, dtype=torch.float64)
-
-        def kept(column_BR: Tensor) -> Tensor:
-            return column_BR[self.kept, :width]
-
         return Material(
-            rollouts=rows,
+            rollouts=self.rollouts.select(torch.tensor(self.kept)),
             scores=self.scores.select(torch.tensor(self.kept)),
-            advantages_BR=kept(self.columns["advantages"]),
-            returns_BR=kept(self.columns["returns"]),
-            old_log_probs_BR=kept(self.columns["old_log_probs"]),
-            ref_log_probs_BR=kept(self.columns.get("ref_log_probs", empty)),
-            values_BR=kept(self.columns.get("values", empty)),
+            advantages_BR=self._kept(self.columns["advantages"]),
+            returns_BR=self._kept(self.columns["returns"]),
+            old_log_probs_BR=self._kept(self.columns["old_log_probs"]),
+            ref_log_probs_BR=self._kept(self.columns.get("ref_log_probs", empty)),
+            values_BR=self._kept(self.columns.get("values", empty)),
         )
 
     def _selected(self, material: Material, rows: list[int], place: tuple[int, int]) -> Tensor | None:
@@ -378,16 +403,12 @@ class PlainStep:
                 yield (epoch, start // role.ppo_mini_batch_size), rows
 
 
-def _borrowed(config: PPOConfig) -> list[str]:
-    """Keys for which credit has no formula here."""
+def _reward_options(config: PPOConfig) -> list[str]:
+    """Options that make another reward of a response's score."""
     algorithm, plain = config.algorithm, AlgorithmConfig()
     found = [f"algorithm.{name}" for name in _SHAPING if getattr(algorithm, name) != getattr(plain, name)]
-    if algorithm.adv_estimator not in OWN_ESTIMATORS:
-        found.append(f"algorithm.adv_estimator={algorithm.adv_estimator}")
-    if algorithm.use_kl_in_reward and algorithm.kl_penalty == FULL_KL_KIND:
-        found.append("algorithm.kl_penalty=full")
-    if config.reward_model.length_reward.enable:
-        found.append("reward_model.length_reward")
-    if config.reward_model.overlong_buffer.enable:
-        found.append("reward_model.overlong_buffer")
-    return found
+    options = {
+        "length_reward": config.reward_model.length_reward,
+        "overlong_buffer": config.reward_model.overlong_buffer,
+    }
+    return found + [f"reward_model.{name}" for name, option in options.items() if option.enable]

@@ -71,7 +71,7 @@ def small(config: PPOConfig, ranks: int, folder: str) -> PPOConfig:
             few,
             ppo_mini_batch_size=prompts,
             ppo_epochs=min(few.ppo_epochs, 2),
-            optim=_optim(few.optim),
+            optim=_optim(few.optim, 1.5 * RATE if few is critic else RATE),
             **micro("ppo"),
         )
 
@@ -110,8 +110,8 @@ def small(config: PPOConfig, ranks: int, folder: str) -> PPOConfig:
     )
 
 
-def _optim(optim: Any) -> Any:
-    return dataclasses.replace(optim, lr=RATE if optim.lr > 0 else 0.0, optimizer="adamw", lr_warmup_steps=0)
+def _optim(optim: Any, rate: float) -> Any:
+    return dataclasses.replace(optim, lr=rate if optim.lr > 0 else 0.0, optimizer="adamw", lr_warmup_steps=0)
 
 
 def real_steps(config: PPOConfig, rollouts: Rollouts, scores: Scores, *, count: int) -> list[RealStep]:

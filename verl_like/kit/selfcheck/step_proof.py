@@ -20,6 +20,7 @@ from verl_like.config.errors import RunStopped
 from verl_like.config.roles import REF, needs_critic, roles_of
 from verl_like.engine.optim import Schedule
 from verl_like.kit.forecast.machine import available_memory
+from verl_like.kit.selfcheck.driver import old_log_probs_of
 from verl_like.kit.selfcheck.material import MISMATCH
 from verl_like.kit.selfcheck.plain import PlainModel
 from verl_like.kit.selfcheck.plain_adapters import with_noise
@@ -30,26 +31,29 @@ from verl_like.kit.selfcheck.work import comparable, longest_row, with_first_lay
 from verl_like.models.families import refuse_vision
 from verl_like.models.loading import load_hf_config, load_tokenizer
 
-_BYTES = 80  # of a weight: the plain step's float64 with moments and copies, the run's float32 and what is gathered
+_BYTES = 56  # of a weight: the plain step's float64 with moments and copies, the run's float32 and what is gathered
 logger = logging.getLogger(__name__)
 
 _NO_GRADIENT = 1e-8  # norm
+_SHOWN = 1000  # steps of a schedule, where the run's length is not known or more
 _STEPS = 2  # in the second the policy is no longer its reference
 _NEAR, _SCALED, _CHANGED = 2e-4, 2e-4, 5e-3  # of log-probs and values; of what is whitened or summed; of Adam's steps
 
 
 def prove_step(config: PPOConfig, *, ranks: int) -> tuple[list[Finding], list[str]]:
-    """Every line of the comparison in the order of the step, and what to say about it.
+    """Compare two steps line by line in their own order; return the lines, and what to say about them.
 
     LoRA begins with adapters of noise. The first line that differs names the place. Memory: about _BYTES a weight.
     """
     hf_config = load_hf_config(config.actor_rollout_ref.model)
     refuse_vision(hf_config, "a proof of whole steps (trainer.prove_step)", "prove a text model")
-    config, notes = with_first_layers(config, _BYTES, available_memory() // 2)
+    rates = [*schedules(config)]
+    config, notes = with_first_layers(config, _BYTES, available_memory())
     notes += ["not checked: algorithm.use_pf_ppo, which is off in the proof"] if config.algorithm.use_pf_ppo else []
     with tempfile.TemporaryDirectory() as folder:
         config = comparable(with_noise(config, Path(folder) / "adapters"))
-        return _proved(small(config, _ranks(config, ranks), folder), notes)
+        found, notes = _proved(small(config, _ranks(config, ranks), folder), notes)
+    return [*rates, *found], notes
 
 
 def prove_at_start(config: PPOConfig, ranks: int, file: Path) -> None:
@@ -71,7 +75,7 @@ def prove_at_start(config: PPOConfig, ranks: int, file: Path) -> None:
 
 def _proved(config: PPOConfig, notes: list[str]) -> tuple[list[Finding], list[str]]:
     vocabulary = len(load_tokenizer(config.data.tokenizer or config.actor_rollout_ref.model.path))
-    plain, found = plain_step(config, vocabulary), [*schedules(config)]
+    plain, found = plain_step(config, vocabulary), list[Finding]()
     for number, real in enumerate(real_steps(config, plain.rollouts, plain.scores, count=_STEPS)):
         record, prefix = plain.run(), f"step {number + 1}: "
         mask_BR = plain.rollouts.response_mask_BR
@@ -116,6 +120,8 @@ def plain_step(config: PPOConfig, vocab_size: int) -> PlainStep:
     gap_B1 = torch.tensor([MISMATCH[row % 3] for row in range(len(rollouts))])[:, None]
     noise_BR = torch.randn(log_probs_BR.shape, generator=generator) * gap_B1
     sampled_BR = ((log_probs_BR + noise_BR) * rollouts.response_mask_BR).float()
+    if old_log_probs_of(config) != "sampler" and len(sampled_BR) > 4:
+        sampled_BR[4, 0] = float("nan")  # a log-prob that the sampler did not tell
     return PlainStep(
         config=config,
         rollouts=rollouts.replace(rollout_log_probs_BR=sampled_BR),
@@ -156,9 +162,12 @@ def frozen_rollouts(config: PPOConfig, vocab_size: int) -> tuple[Rollouts, Score
     length_B = torch.tensor(responses)
     mask_BR = torch.arange(response_ids_BR.shape[1])[None, :] < length_B[:, None]
     mask_BR[::3, 1:3] = False
+    sampled_B = (length_B - 1).clamp(min=1)  # every third row ends in a token that was not
+    mask_BR[1::3] &= torch.arange(mask_BR.shape[1])[None, :] < sampled_B[1::3, None]
     number = torch.rand(len(rows), generator=generator)
     score_B, valid_B = number.round(), torch.ones(len(rows), dtype=torch.bool)
     score_B[: min(n, 2)] = torch.tensor([1.0, 0.0])[: min(n, 2)]  # a group with a signal, whatever was drawn
+    score_B[n : 2 * n] = score_B[n] if n > 1 else score_B[n : 2 * n]  # and one without
     valid_B[-1] = len(rows) < 4
     starts_BR = mask_BR & ~mask_BR.roll(1, dims=1).index_fill(1, torch.tensor([0]), False)
     step_BR = (starts_BR.cumsum(dim=1) - 1).masked_fill(~mask_BR, -1).int()  # a turn is a run of sampled tokens
@@ -167,7 +176,7 @@ def frozen_rollouts(config: PPOConfig, vocab_size: int) -> tuple[Rollouts, Score
         n > 3 and not config.algorithm.estimator.turns
     ):  # the third and fourth row are one episode, whose history was rewritten
         episode_B[3], score_B[3] = 2, score_B[2]
-    keys = [key for key in config.algorithm.gdpo_reward_keys if key != "score"]
+    keys = {*config.algorithm.gdpo_reward_keys, config.algorithm.filter_groups.metric} - {"score", None}
     hard = config.actor_rollout_ref.actor.sample_weight.difficulty_key
     rollouts = Rollouts(
         prompt_ids_BP=pad_rows([of_prompt[row // n] for row in rows], side="left", dtype=torch.int32),
@@ -182,14 +191,14 @@ def frozen_rollouts(config: PPOConfig, vocab_size: int) -> tuple[Rollouts, Score
         weight_version_BR=torch.zeros_like(response_ids_BR),
         finish_reasons=["length" if row % 6 == 1 else "stop" for row in rows],
         rows=[
-            PromptRow(index=row // n, data_source="selfcheck", messages=[], extra_info={hard: number[row].item()})
-            for row in rows
+            PromptRow(index=row // n, data_source="selfcheck", messages=[], extra_info={hard: number[episode].item()})
+            for row, episode in zip(rows, episode_B.tolist(), strict=True)
         ],
     )
     scores = Scores(
         score_B=score_B,
         valid_B=valid_B,
-        extras=[{key: number[row].item() for key in keys} for row in rows],
+        extras=[{str(key): number[episode].item() for key in keys} for episode in episode_B.tolist()],
         failures=[None] * len(rows),
         baseline_B=torch.rand(prompts, generator=generator).repeat_interleave(n),
     )
@@ -243,7 +252,7 @@ def _update(role: str, plain: PlainRecord, real: RealStep) -> Iterator[Finding]:
             name = f"{role}: mini-batch {number + 1}: {_words(metric)}"
             yield Finding(name=name, difference=gap, limit=_SCALED)
     before, after, weights = plain.before[role], plain.after[role], real.weights[role]
-    absent = sorted(before.keys() - weights.keys())
+    absent = sorted((before.keys() - weights.keys()) | (weights.keys() - plain.names[role]))
     worst, where = (math.inf, absent[0]) if absent else (0.0, "")
     for weight in before.keys() & weights.keys():
         gap = _change(before[weight], after[weight], weights[weight], plain.seen[role].get(weight))
@@ -261,14 +270,16 @@ def _change(before: Tensor, after: Tensor, found: Tensor, size: Tensor | None) -
 
 
 def schedules(config: PPOConfig) -> Iterator[Finding]:
-    """The learning rate of every training step of the run, as the user has it."""
-    total = config.trainer.total_training_steps or 1
-    roles: dict[str, OptimConfig] = {n: r.optim for n, r in roles_of(config).items() if r.optim is not None}
-    for name, optim in roles.items():
-        schedule = Schedule(optim, total)
+    """Compare the learning rate of every training step: of what a role is built with, and of its keys."""
+    total = config.trainer.total_training_steps or _SHOWN
+    sections: dict[str, OptimConfig] = {"actor": config.actor_rollout_ref.actor.optim, "critic": config.critic.optim}
+    for name, role in roles_of(config).items():
+        if role.optim is None:
+            continue
+        schedule, optim = Schedule(role.optim, total), sections[name]
         plain = PlainOptimizer(optim=optim, clip=1.0, total_steps=total, weights={})
         worst = 0.0
-        for step in range(min(total, 1000)):
+        for step in range(min(total, _SHOWN)):
             schedule.steps_done = plain.steps_done = step
             worst = max(worst, abs(schedule.rate() - plain.rate()) / max(optim.lr, 1e-12))
         yield Finding(name=f"{name}: learning rate of every step", difference=worst, limit=1e-9)

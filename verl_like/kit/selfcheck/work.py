@@ -203,13 +203,17 @@ def with_rows_apart(config: PPOConfig) -> PPOConfig:
 Model = TypeVar("Model", bound=ModelConfig)
 
 
-def with_first_layers(config: PPOConfig, bytes_each: int, room: int) -> tuple[PPOConfig, list[str]]:
-    """Cut the models to their first two layers where a step of them, `bytes_each` a weight, has no room; and say so."""
-    policy, hf_config = config.actor_rollout_ref, load_hf_config(config.actor_rollout_ref.model)
-    with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=policy.model.trust_remote_code)
-    count, text = sum(weight.numel() for weight in whole.parameters()), hf_config.get_text_config()
-    if count * bytes_each <= room or text.num_hidden_layers <= _FIRST:
+def with_first_layers(config: PPOConfig, bytes_each: int, memory: int) -> tuple[PPOConfig, list[str]]:
+    """Cut the models to their first two layers where a step of them has no room in half of the memory; and say so.
+
+    bytes_each: of a weight. Raises ValueError where the two layers have no room in all of it.
+    """
+    policy, text = config.actor_rollout_ref, load_hf_config(config.actor_rollout_ref.model).get_text_config()
+    count = _num_weights(policy.model)
+    if count * bytes_each <= memory // 2:
+        return config, []
+    if text.num_hidden_layers <= _FIRST:
+        _refuse_large(count, bytes_each, memory)
         return config, []
     fewer: dict[str, Any] = {"num_hidden_layers": _FIRST}
     if "layer_types" in text and text.layer_types is not None:
@@ -222,9 +226,24 @@ def with_first_layers(config: PPOConfig, bytes_each: int, room: int) -> tuple[PP
     if needs_critic(critic, config.algorithm):
         critic = dataclasses.replace(critic, model=cut(critic.model))
     policy = dataclasses.replace(policy, model=cut(policy.model))
+    _refuse_large(_num_weights(policy.model), bytes_each, memory)
     room_for = f"{count:,} weights of {bytes_each} bytes have no room here"
     note = f"the first {_FIRST} of {text.num_hidden_layers} layers: {room_for}"
     return dataclasses.replace(config, actor_rollout_ref=policy, critic=critic), [note]
+
+
+def _num_weights(model: ModelConfig) -> int:
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(load_hf_config(model), trust_remote_code=model.trust_remote_code)
+    return sum(weight.numel() for weight in whole.parameters())
+
+
+def _refuse_large(count: int, bytes_each: int, memory: int) -> None:
+    if count * bytes_each > memory:
+        raise ValueError(
+            f"a proof of whole steps with the model's first layers needs about {count * bytes_each / 2**30:.1f} GiB "
+            f"({count:,} weights), {memory / 2**30:.1f} GiB are free: free memory, or set trainer.prove_step=False"
+        )
 
 
 def _without_dropout(model: Model) -> Model:

@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Mapping
 
-from verl_like.batch import Rollouts
+from verl_like.batch import Experience, Rollouts
 from verl_like.config import PPOConfig, resolve_dtype
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.pools import MAIN_POOL
@@ -75,7 +75,7 @@ class SpeedReport:
         return cls(shape, settings_of(config, plan), memory)
 
     def metrics(
-        self, rollouts: Rollouts, seconds: Mapping[str, float], metrics: Mapping[str, float]
+        self, rollouts: Rollouts | Experience, seconds: Mapping[str, float], metrics: Mapping[str, float]
     ) -> dict[str, float]:
         """Compute perf/mfu/*, perf/floor_ratio/* and perf/memory_forecast/* of one step, whose other metrics are known.
 

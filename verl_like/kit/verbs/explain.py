@@ -12,7 +12,11 @@ from verl_like.trainer.command_line import add_config_arguments, user_files
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The key, and the configuration in which it is looked at."""
-    parser.add_argument("key", metavar="KEY", help="a key, a section, or an old or foreign spelling of a key")
+    parser.add_argument(
+        "key",
+        metavar="KEY",
+        help="a key, a section, an old or foreign spelling of a key, a preset, an estimator, a loss",
+    )
     add_config_arguments(parser)
 
 

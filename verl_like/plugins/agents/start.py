@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
 from verl_like.config import PPOConfig
+from verl_like.config.errors import problems_of, raise_if_any
 from verl_like.data.chat import PromptEncoder
 from verl_like.data.dataset import Dataset, PromptDataset, make_encoder
 from verl_like.episodes.transcript import Transcript
@@ -31,11 +32,16 @@ def open_toolbox(config: PPOConfig, stack: ExitStack) -> Toolbox | None:
     turns = rollout.multi_turn
     if not turns.enable and not env.train.tags:
         return None
+    found: dict[str, Callable[[], str | None]] = {
+        "tool_config_path": lambda: _path(turns.tool_config_path, "tool_config_path"),
+        "function_tool_path": lambda: _path(turns.function_tool_path, "function_tool_path"),
+        "environment_path": lambda: _reference(turns.environment_path, "environment_path"),
+        "interaction_config_path": lambda: _path(turns.interaction_config_path, "interaction_config_path"),
+    }
+    raise_if_any(problems_of(*found.values()))
+    paths: dict[str, Any] = {name: find() for name, find in found.items()}
     spec = ToolSpec(
-        tool_config_path=_path(turns.tool_config_path, "tool_config_path"),
-        function_tool_path=_path(turns.function_tool_path, "function_tool_path"),
-        environment_path=_reference(turns.environment_path, "environment_path"),
-        interaction_config_path=_path(turns.interaction_config_path, "interaction_config_path"),
+        **paths,
         environments=tuple(kinds_of(env)),
         worker_cls=_reference(env.worker_cls, "worker_cls"),
         max_response_length=turns.max_tool_response_length,

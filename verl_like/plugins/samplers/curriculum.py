@@ -21,7 +21,7 @@ from verl_like.config import DataConfig
 from verl_like.data.dataset import Dataset, PromptDataset
 from verl_like.data.foreign import ForeignDataset, section_of
 from verl_like.data.sampler import Sampler, check_identity
-from verl_like.user_code import accepted, check_call, load_class
+from verl_like.user_code import SAMPLER_KEYS, accepted, check_call, load_class
 
 logger = logging.getLogger(__name__)
 
@@ -102,8 +102,7 @@ class CustomSampler(Sampler):
 
     def __init__(self, data: DataConfig, dataset: Dataset) -> None:
         super().__init__()
-        keys = {"path_key": "data.sampler.class_path", "name_key": "data.sampler.class_name"}
-        cls = load_class(str(data.sampler.class_path), data.sampler.class_name, **keys)
+        cls = load_class(str(data.sampler.class_path), data.sampler.class_name, **SAMPLER_KEYS)
         view = dataset.rows if isinstance(dataset, ForeignDataset) else RowView(dataset)  # pyright: ignore
         self._sampler = _construct(cls, view, section_of(data), data.sampler.kwargs)
         self._num_rows, self._identity = len(dataset), dataset.identity()

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from verl_like.config import ModelConfig, RolloutConfig
-from verl_like.models.loading import load_tokenizer
+from verl_like.models.loading import as_sent, load_tokenizer
 from verl_like.models.lora import adapters_apart
 from verl_like.plugins.sglang import compat, images
 from verl_like.remote_storage import local_folder
@@ -248,8 +248,8 @@ def engine_arguments(
     }
     if rollout.cudagraph_capture_sizes is not None and not rollout.enforce_eager:
         kwargs["cuda_graph_bs_decode"] = list(rollout.cudagraph_capture_sizes)
-    if model.override_config:
-        kwargs["json_model_override_args"] = json.dumps(dict(model.override_config))
+    if overrides := as_sent(model):
+        kwargs["json_model_override_args"] = json.dumps(overrides)
     if device.type == "cpu":
         token_bytes = 2 * text.num_hidden_layers * heads * width * dtype.itemsize
         kwargs |= {

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.config.rollout import reads_text
+from verl_like.models.loading import as_sent
 from verl_like.models.lora import adapters_apart, is_adapter
 from verl_like.plugins.vllm import compat, lora, versions, vision
 from verl_like.remote_storage import local_folder
@@ -376,8 +377,8 @@ def engine_arguments(
         kwargs["tokenizer"] = local_folder(tokenizer)
     if adapters_apart(model):
         kwargs |= lora.engine_options(model.lora_rank)
-    if model.override_config:
-        kwargs["hf_overrides"] = dict(model.override_config)
+    if overrides := as_sent(model):
+        kwargs["hf_overrides"] = overrides
     if rollout.quantization is not None:
         kwargs["quantization"] = rollout.quantization  # of what `reload` brings, layer by layer
     if rollout.cudagraph_capture_sizes is not None and not rollout.enforce_eager:

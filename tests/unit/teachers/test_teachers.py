@@ -1,0 +1,161 @@
+"""Teachers that are no models of the run: servers in three formats, files, and what a hint adds to a prompt."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from verl_like.batch import PromptRow, Rollouts
+from verl_like.config.distillation import DistillationConfig, TeacherInferenceConfig, TeacherModelConfig
+from verl_like.data.chat import PromptEncoder
+from verl_like.models.loading import load_tokenizer
+from verl_like.plugins.teachers.choice import with_hints
+from verl_like.plugins.teachers.file import FileTeacher
+from verl_like.plugins.teachers.server import ServerTeacher, likeliest
+
+K = 3
+PROMPTS, RESPONSES, TOKENS = [[5, 6], [7, 8, 9]], [[4, 3, 2], [10]], [4, 3, 2, 10]
+
+
+def rollouts(**changes: Any) -> Rollouts:
+    length_B = torch.tensor([len(ids) for ids in RESPONSES])
+    total, columns = int(length_B.sum()), {"response_ids_T": torch.tensor(TOKENS).int()}
+    columns |= {"prompt_ids_T": torch.tensor([5, 6, 7, 8, 9]).int(), "weight_version_T": torch.zeros(total).int()}
+    rows = [PromptRow(index=i, data_source="s", messages=[{"role": "user", "content": "1+1="}]) for i in range(2)]
+    made = {"prompt_length_B": torch.tensor([2, 3]), "response_length_B": length_B, "rows": rows} | changes
+    mask_T = torch.ones(total).bool()
+    return Rollouts(**columns, **made, response_mask_T=mask_T, group_B=length_B, finish_reasons=["stop"] * 2)
+
+
+@pytest.fixture(scope="module")
+def log_softmax(tiny_model: Path) -> Callable[[list[int]], torch.Tensor]:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+
+    @torch.no_grad()
+    def of(ids: list[int]) -> torch.Tensor:
+        return model(torch.tensor([ids])).logits[0].log_softmax(-1)
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def address(log_softmax: Callable[[list[int]], torch.Tensor]) -> Iterator[str]:
+    """A server that answers in all three formats with what a real model says."""
+
+    class Answers(BaseHTTPRequestHandler):
+        def log_message(self, format: str, *args: Any) -> None: ...
+
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            ids = asked.get("prompt") or asked["input_ids"]
+            told, before = [(None, None)], log_softmax(ids)
+            for i, token in enumerate(ids[1:]):
+                k = asked.get("prompt_logprobs", asked.get("top_logprobs_num", 0))
+                top = before[i].topk(k)
+                told.append(
+                    (float(before[i, token]), list(zip(top.values.tolist(), top.indices.tolist(), strict=True)))
+                )
+            if self.path == "/generate":
+                given = [[value, token, None] for (value, _), token in zip(told, ids, strict=True)]
+                top = [pairs and [[v, t, None] for v, t in pairs] for _, pairs in told]
+                reply: Any = {"meta_info": {"input_token_logprobs": given, "input_top_logprobs": top}}
+            elif asked.get("echo"):
+                reply = {"choices": [{"logprobs": {"token_logprobs": [value for value, _ in told] + [-1.0]}}]}
+            else:
+                listed = [
+                    pairs if pairs is None else {str(t): {"logprob": v} for v, t in [*pairs, (value, token)]}
+                    for (value, pairs), token in zip(told, ids, strict=True)
+                ]
+                reply = {"choices": [{"prompt_logprobs": listed}]}
+            body = json.dumps(reply).encode()
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+    server = HTTPServer(("127.0.0.1", 0), Answers)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/v1"
+    server.shutdown()
+
+
+def teacher(address: str, name: str, k: int) -> ServerTeacher:
+    inference = TeacherInferenceConfig(url=address, name=name, max_retries=0)
+    model = TeacherModelConfig(model_path="m", inference=inference)
+    found = DistillationConfig(enabled=True, teacher_model=model).teachers()["teacher"]
+    assert not found.local
+    return ServerTeacher(found, 18, k)
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang", "openai"])
+def test_a_server_tells_what_the_model_says(
+    address: str, log_softmax: Callable[[list[int]], torch.Tensor], name: str
+) -> None:
+    expected = [
+        log_softmax([*p, *r])[len(p) - 1 + i] for p, r in zip(PROMPTS, RESPONSES, strict=True) for i in range(len(r))
+    ]
+    teacher(address, name, 0).check()
+    own = teacher(address, name, 0).log_probs(rollouts()).teacher_log_probs_T
+    picked = [row[token] for row, token in zip(expected, TOKENS, strict=True)]
+    torch.testing.assert_close(own, torch.stack(picked))
+    if name == "openai":
+        with pytest.raises(ValueError, match="name=openai: such a server tells no ids"):
+            teacher(address, name, K)
+        return
+    found = teacher(address, name, K).log_probs(rollouts())
+    top = torch.stack(expected).topk(K)
+    torch.testing.assert_close(found.teacher_log_probs_T, top.values)
+    assert torch.equal(found.teacher_ids_T, top.indices.int())
+
+
+def test_ids_that_the_policy_lacks_and_servers_that_are_none_are_seen(address: str) -> None:
+    assert likeliest([(-1.0, 30), (-2.0, 4), (-0.5, 17)], K, 18) == ([-0.5, -2.0, -1e4], [17, 4, 0])
+    with pytest.raises(ValueError, match=r"distillation.teacher_model.inference.url: .*failed"):
+        teacher(address.replace(":", ":1", 2).replace("http:1", "http:"), "vllm", K).check()
+
+
+def test_a_file_is_looked_up_by_prompt_and_response(tmp_path: Path) -> None:
+    file = tmp_path / "teacher.parquet"
+    rows = [
+        {
+            "prompt_ids": p,
+            "response_ids": r,
+            "log_probs": [[-0.5 - t, -1.5, -2.5, -3.5] for t in r],
+            "ids": [[t, 1, 2, 3] for t in r],
+        }
+        for p, r in zip(PROMPTS, RESPONSES, strict=True)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows[::-1]), file)
+    found = FileTeacher("key", str(file), K).log_probs(rollouts())
+    assert found.teacher_ids_T.tolist() == [[t, 1, 2] for t in TOKENS]
+    assert found.teacher_log_probs_T[:, 0].tolist() == [-0.5 - t for t in TOKENS]
+    with pytest.raises(ValueError, match=r"key=.*: 1 of 2 responses are not in it \(the first: row 1\)"):
+        other = rollouts().replace(response_ids_T=torch.tensor([4, 3, 2, 11]).int())
+        FileTeacher("key", str(file), K).log_probs(other)
+    with pytest.raises(ValueError, match="row 0 has not 5 log-probs and ids for each response token"):
+        FileTeacher("key", str(file), 5)
+    with pytest.raises(ValueError, match="cannot be read"):
+        FileTeacher("key", str(tmp_path / "none.parquet"), 0)
+
+
+def test_a_hint_is_for_the_teacher_alone(tiny_model: Path) -> None:
+    """Behind the last user message, of rows that have one; responses stay."""
+    tokenizer = load_tokenizer(str(tiny_model))
+    rows = rollouts().rows
+    rows[1].extra_info["hint"] = "2"
+    shown = with_hints(rollouts(rows=rows), "hint", PromptEncoder(tokenizer, {}))
+    assert shown.prompt_lists()[0] == PROMPTS[0]
+    assert tokenizer.decode(shown.prompt_lists()[1]).replace(" ", "").startswith("1+1=")
+    assert math.isclose(len(shown.prompt_lists()[1]), len(tokenizer("1+1=\n\n2").input_ids))
+    assert shown.prompt_lists()[1][-1] == tokenizer("2").input_ids[-1]
+    assert torch.equal(shown.response_ids_T, rollouts().response_ids_T)

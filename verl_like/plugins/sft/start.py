@@ -1,0 +1,144 @@
+"""Start of a supervised run: what it is made of, what is checked before processes start, and the trainer's parts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+from verl_like.algorithms.kl import KLController
+from verl_like.config.errors import problems_of
+from verl_like.config.paths import Files
+from verl_like.data.loader import PromptLoader
+from verl_like.models.loading import shares_prompts
+from verl_like.observe.trackers import check_trackers
+from verl_like.plugins.sft.dataset import Batches, SFTDataset
+from verl_like.plugins.sft.turns import Row
+from verl_like.trainer.build import Objective
+from verl_like.trainer.checkpoints import Checkpoints
+from verl_like.trainer.facts import Fact, Facts, required, train_loader
+from verl_like.trainer.own_code import trainer_class
+from verl_like.trainer.reporting import Reporter
+from verl_like.trainer.roles import ActorHandle
+from verl_like.trainer.start_checks import check_machine, check_models, refuse_media, refuse_media_keys
+from verl_like.trainer.state import TrainState
+from verl_like.trainer.workers import Pools
+from verl_like.user_code import load_class
+
+logger = logging.getLogger(__name__)
+
+
+class SFTFacts(Facts):
+    """Facts of a supervised run: its data hold the answers, and no part samples or judges."""
+
+    def _dataset(self, split: str, files: Files) -> SFTDataset | None:
+        if split == "val" and not files:
+            return None
+        kind, custom = SFTDataset, self.data.custom_cls
+        if custom.path is not None:
+            names = {"path_key": "data.custom_cls.path", "name_key": "data.custom_cls.name"}
+            kind = load_class(custom.path, custom.name, **names)
+            if not issubclass(kind, SFTDataset):
+                raise ValueError(
+                    f"data.custom_cls: {kind.__name__} must derive from {SFTDataset.__module__}.SFTDataset"
+                )
+        own: dict[str, Any] = {"sft": self.config.sft, "seed": self.config.trainer.seed, "vision": self.vision}
+        return kind(self.data, files, self.tokenizer, split=split, **own, **custom.kwargs)
+
+    @Fact
+    def max_model_len(self) -> int:
+        """Longest row. Raises ValueError where the model has fewer positions."""
+        longest, positions = self.config.sft.max_length, self.hf_config.get_text_config().max_position_embeddings
+        if longest > positions:
+            raise ValueError(f"sft.max_length={longest}: the model has {positions} positions; lower it")
+        return longest
+
+
+def problems(facts: SFTFacts) -> Iterator[str]:
+    """Yield all that is wrong with a run, as far as it can be told without workers."""
+    config = facts.config
+    if (temperature := config.actor_rollout_ref.rollout.temperature) != 1:
+        yield f"actor_rollout_ref.rollout.temperature={temperature}: nothing is sampled; leave it out"
+    yield from problems_of(
+        lambda: facts.device,
+        lambda: check_machine(config, facts),
+        lambda: check_trackers(config.trainer),
+        lambda: _trainer_class(facts),
+        lambda: check_models(config, facts),
+        lambda: facts.max_model_len,
+        lambda: _check_data(facts),
+        lambda: facts.plan,
+        lambda: facts.known("train") and train_loader(config, facts.train, facts.plan),
+    )
+
+
+def _check_data(facts: SFTFacts) -> Iterator[str]:
+    """Check the rows against model and template. The first is shown, with what of it is trained."""
+    yield from problems_of(lambda: (facts.val, facts.train))
+    for split in ("train", "val"):
+        if (dataset := facts.known(split)) is not None:
+            refuse_media(dataset, f"data.{split}_files", facts.hf_config)
+            dataset.check_rows()
+    refuse_media_keys(facts.data, facts.hf_config)
+    train = facts.known("train")
+    if isinstance(train, SFTDataset) and (rows := train.rows(0)):
+        logger.info("the first row, what is trained of it in \u27e6 \u27e7: %s", shown(rows[-1], facts.tokenizer))
+
+
+def shown(row: Row, tokenizer: Any) -> str:
+    """Write a row as text, with its trained parts in brackets."""
+    text, start = "", 0
+    for end in [i for i in range(1, len(row.ids) + 1) if i == len(row.ids) or row.trained[i] != row.trained[start]]:
+        if end <= start:
+            continue
+        part = tokenizer.decode(row.ids[start:end].tolist(), skip_special_tokens=False)
+        text, start = text + (f"\u27e6{part}\u27e7" if row.trained[start] else part), end
+    return text
+
+
+def _trainer_class(facts: Facts) -> Any:
+    from verl_like.plugins.sft.trainer import SFTTrainer
+
+    return trainer_class(facts.config, SFTTrainer)
+
+
+def assemble(
+    facts: SFTFacts,
+    loader: PromptLoader,
+    pools: Pools,
+    report: Reporter,
+    stop: Any,
+    checkpoints: Checkpoints,
+    stack: ExitStack,
+    kind: Any,
+) -> Any:
+    """Put the driver's parts around the workers; see `trainer.build.assemble`."""
+    config, plan, train, val = facts.config, facts.plan, facts.train, facts.val
+    assert isinstance(train, SFTDataset) and (val is None or isinstance(val, SFTDataset))
+    actor = ActorHandle(
+        pools.of("actor"),
+        plan,
+        balance=config.trainer.balance_batch,
+        timeout_s=config.trainer.rpc_timeout,
+        cost=facts.costs.actor,
+        share_prompts=shares_prompts(config.actor_rollout_ref.model),
+    )
+    return (kind or _trainer_class(facts))(
+        config=config,
+        plan=plan,
+        total_steps=required(plan.total_training_steps),
+        state=TrainState(step=0, weight_version=0, kl=KLController.from_config(config.algorithm.kl_ctrl)),
+        source=Batches(loader, train),
+        val=val,
+        pools=pools,
+        actor=actor,
+        checkpoints=checkpoints,
+        report=report,
+        stop=stop,
+    )
+
+
+def objective() -> Objective:
+    """Return the parts of trainer.objective=sft."""
+    return Objective(facts=SFTFacts, problems=problems, assemble=assemble)

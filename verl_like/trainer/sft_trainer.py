@@ -1,0 +1,87 @@
+"""Entry point: `python -m verl_like.trainer.sft_trainer data.train_files=... model.path=...`, with verl's names.
+
+The run starts its own workers. Under torchrun, as verl's scripts start it, the first process of a machine is the run,
+with as many workers as torchrun has processes there; the others end at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+from verl_like.ending import orderly_end
+from verl_like.trainer.main_ppo import quiet_tokenizers, train
+
+logger = logging.getLogger(__name__)
+OBJECTIVE = "trainer.objective=sft"
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+
+
+def of_torchrun(words: Sequence[str], environment: Mapping[str, str]) -> list[str] | None:
+    """Arguments of the run that torchrun asks for; None in a process that has nothing to do.
+
+    Raises ValueError, with the command that does the same, where it asks for several machines.
+    """
+    here, everywhere = environment.get("LOCAL_WORLD_SIZE"), environment.get("WORLD_SIZE")
+    if "TORCHELASTIC_RUN_ID" not in environment or here is None or everywhere is None:
+        return list(words)
+    if here != everywhere:
+        nodes = int(everywhere) // int(here)
+        raise ValueError(
+            f"torchrun with {nodes} machines: workers of several machines are Ray's. Run `ray start` on all, and on "
+            f"one of them: python -m verl_like.trainer.sft_trainer trainer.nnodes={nodes} "
+            f"trainer.n_gpus_per_node={here} ray_init.address=auto, with the keys given here"
+        )
+    if environment.get("LOCAL_RANK") != "0":
+        return None
+    given = any(word.lstrip("+").startswith("trainer.n_gpus_per_node=") for word in words)
+    alone = [] if int(here) > 1 or any("trainer.launcher=" in word for word in words) else ["trainer.launcher=local"]
+    return [*words, *([] if given else [f"trainer.n_gpus_per_node={here}", *alone])]
+
+
+def of_script(words: Sequence[str]) -> list[str]:
+    """Arguments without the number of processes and the folder that verl's scripts pass on behind the keys."""
+    extra = [word for word in words if word.isdecimal() or (word.startswith("/") and "=" not in word)]
+    if extra:
+        logger.warning("no keys, and left out: %s", " ".join(extra))
+    return [word for word in words if word not in extra]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of main_ppo, for `verl-like sft`."""
+    from verl_like.trainer.command_line import add_run_arguments
+
+    add_run_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Train on given answers, from parsed arguments."""
+    from verl_like.trainer.command_line import run_parsed
+
+    quiet_tokenizers()
+    arguments.overrides = [OBJECTIVE, *of_script(arguments.overrides)]
+    run_parsed(train, arguments)
+
+
+def main() -> None:
+    """Compose the configuration from the command line and train."""
+    quiet_tokenizers()
+    with orderly_end():
+        try:
+            words = of_torchrun(sys.argv[1:], os.environ)
+        except ValueError as error:
+            sys.exit(f"error: {error}")
+        if words is None:
+            return
+        for name in _TORCHRUN:
+            os.environ.pop(name, None)  # the workers get their own
+        from verl_like.trainer.command_line import run_main
+
+        run_main(train, [OBJECTIVE, *of_script(words)])
+
+
+if __name__ == "__main__":
+    main()
