@@ -135,10 +135,11 @@ VISION: dict[str, Family] = {
 }
 
 # Models that hold a text model beside others (images), of which the text model alone is trained
-NESTED: dict[str, Family] = dict.fromkeys(
-    ("qwen3_5", "qwen3_5_moe", "qwen3_vl_moe", "gemma3", "mistral3"),
-    Family(kind="text alone, of a model with images", tested=_PADDED),
-)
+_TEXT_ALONE = "text alone, of a model with images"
+NESTED: dict[str, Family] = {
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), Family(kind=_TEXT_ALONE, tested=_PADDED)),
+    **dict.fromkeys(("qwen3_vl_moe", "gemma3", "mistral3"), Family(kind=_TEXT_ALONE)),
+}
 
 _NO_ATTENTION = "it has no attention, and no rollout engine here keeps its state"
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    PretrainedConfig,
+)
 
 VOCAB = 61
 _SHAPE: dict[str, Any] = {
@@ -151,5 +156,6 @@ def _nested_folder(path: Path, model_type: str) -> str:
         vision_config=tower | _TOWERS[model_type],
         tie_word_embeddings=False,
     )
+    chosen.architectures = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(chosen)].__name__]
     chosen.save_pretrained(path / model_type)
     return str(path / model_type)
