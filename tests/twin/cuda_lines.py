@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WHOLE = {
     "verl_like/parallel/activation_offload.py": ("ActivationOffload", "_OnHost", "worth_moving"),
     "verl_like/models/attention.py": ("_varlen", "_torch_varlen", "_varlen_asks_for_shared_keys"),
+    "verl_like/models/attention_sinks.py": ("VarlenKernel",),
     "verl_like/models/fused_triton.py": ("",),  # all of it
 }
 # place -> why the twin does not run it: the beginning of "file:function" is enough

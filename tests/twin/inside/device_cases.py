@@ -319,16 +319,32 @@ def test_packed_attention_asks_the_kernel_that_is_there(
     attention.flash_attention_version.cache_clear()
     try:
         g, segments = torch.Generator().manual_seed(0), Segments([40, 1, 49], CUDA)
-        exact = [torch.randn(1, h, 90, 16, generator=g).bfloat16().to(CUDA) for h in (4, 2, 2)]
-        given = {"s_aux": None if sinks is None else sinks.to(CUDA)}
+        exact = [torch.randn(1, h, 90, 16, generator=g).bfloat16().to(CUDA).requires_grad_() for h in (4, 2, 2)]
+        given = {"s_aux": None if sinks is None else sinks.to(CUDA).requires_grad_()}
         found, _ = attention.packed_attention(nn.Identity(), *exact, None, segments=segments, sliding_window=7, **given)  # type: ignore[misc]
-        floats = [t.float() for t in exact]
+        floats = [t.detach().float().requires_grad_() for t in exact]
         expected = grouped_attention(*floats, segments, Scoring(window=7, sinks=given["s_aux"]))[None]  # type: ignore[misc]
     finally:
         attention.flash_attention_version.cache_clear()
+    if sinks is not None:  # through the operator's own backward, with arguments of our own
+        weight = torch.randn(found.shape, generator=torch.Generator().manual_seed(1)).to(CUDA)
+        theirs = torch.autograd.grad((expected * weight).sum(), [*floats, given["s_aux"]])
+        for a, b in zip(torch.autograd.grad((found * weight).sum(), [*exact, given["s_aux"]]), theirs, strict=True):
+            assert float((a.float() - b).norm() / b.norm()) < 0.02
     assert found.dtype == torch.bfloat16 and found.is_cuda
     assert float((found.float() - expected).norm() / expected.norm()) < 0.01
     assert [each["window_size"] for each in seen] == ([] if package is None or sinks is not None else [(6, 0)])
+
+
+def test_values_narrower_than_keys_are_filled_up_for_the_kernel(card: stand_in.Card) -> None:
+    """Latent attention: 24 numbers of a key, 16 of a value; against the CPU's own blocks."""
+    g, lengths = torch.Generator().manual_seed(0), [40, 1, 49]
+    halves = [torch.randn(1, 4, 90, size, generator=g).bfloat16() for size in (24, 24, 16)]
+    on_card, on_host = Segments(lengths, CUDA), Segments(lengths, torch.device("cpu"))
+    found, _ = attention.packed_attention(nn.Identity(), *(t.to(CUDA) for t in halves), None, segments=on_card)  # type: ignore[misc]
+    expected = grouped_attention(*(t.float() for t in halves), on_host, Scoring())[None]  # type: ignore[misc]
+    assert found.shape == (1, 90, 4, 16)
+    assert float((found.float().cpu() - expected).norm() / expected.norm()) < 0.01
 
 
 def test_dropout_needs_flash_attention(card: stand_in.Card) -> None:
