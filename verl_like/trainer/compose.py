@@ -182,7 +182,7 @@ def _take_objective(settings: Settings) -> None:
     """Read the changes as verl's program of trainer.objective spells them, over the defaults of that group."""
     chosen = [text.partition("=")[2] for text in settings.groups if text.startswith("objective@")]
     chosen += [change.value for change in _leaves(settings.changes) if change.key == "trainer.objective"]
-    if chosen and chosen[-1] in PARTS["names"]:
+    if chosen and str(chosen[-1]) in PARTS["names"]:
         settings.groups.append(_group_override("objective", None, chosen[-1]))
         settings.changes, warnings = part("names", chosen[-1])(_leaves(settings.changes))
         settings.warnings += warnings

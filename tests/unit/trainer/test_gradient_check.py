@@ -194,8 +194,8 @@ def never_two(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bypass mode with reinforce falls back to the PPO clip without a word."""
     start = PolicyObjective.__init__
 
-    def other(self: PolicyObjective, actor: Any, correction: Any = None, *, two_policies: bool = False) -> None:
-        start(self, actor, correction)
+    def other(self: PolicyObjective, actor: Any, correction: Any = None, **options: Any) -> None:
+        start(self, actor, correction, **options | {"two_policies": False})
 
     monkeypatch.setattr(PolicyObjective, "__init__", other)
 
@@ -477,7 +477,12 @@ def test_a_sound_trainer_passes_however_it_is_cut(
 
 
 @pytest.mark.parametrize(
-    ("name", "way"), [("qwen3_moe", "padded rows, full logits"), ("lfm2", "padded rows, fused head")]
+    ("name", "way"),
+    [
+        ("qwen3_moe", "padded rows, full logits"),
+        ("lfm2", "padded rows, full logits"),
+        ("stablelm", "padded rows, fused head"),
+    ],
 )
 def test_experts_and_layers_with_state_pass(
     process: ProcessInfo, tiny_model: Path, tmp_path: Path, name: str, way: str
