@@ -14,7 +14,7 @@ import pytest
 
 from tests.architecture.source import Source, package_sources, parse
 
-MOST_LINES = {"core": 32_632, "plugins": 12_336, "kit": 10_984}  # of code, by ring
+MOST_LINES = {"core": 32_632, "plugins": 12_338, "kit": 10_984}  # of code, by ring
 MOST_SMALL_FILES = {
     "core": 33,
     "plugins": 35,
