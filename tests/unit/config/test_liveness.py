@@ -22,6 +22,7 @@ SAMPLES: dict[str, Any] = {
     "distillation.distillation_loss.policy_loss_mode": "gspo",
     "distillation.teacher_models": {"math": {"key": "gsm8k", "num_replicas": 2}},
     "distillation.teacher_model.inference.dtype": "float16",
+    "distillation.teacher_model.inference.name": "sglang",
     "trainer.n_gpus_per_node": 2,
     "trainer.placement": {"values": {"roles": ["critic"], "n_gpus_per_node": 2}},
     "data.chat_template": "chatml",

@@ -59,7 +59,8 @@ def address(log_softmax: Callable[[list[int]], torch.Tensor]) -> Iterator[str]:
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             ids = asked.get("prompt") or asked["input_ids"]
-            told, before = [(None, None)], log_softmax(ids)
+            told: list[Any] = [(None, None)]
+            before = log_softmax(ids)
             for i, token in enumerate(ids[1:]):
                 k = asked.get("prompt_logprobs", asked.get("top_logprobs_num", 0))
                 top = before[i].topk(k)
@@ -137,6 +138,7 @@ def test_a_file_is_looked_up_by_prompt_and_response(tmp_path: Path) -> None:
     ]
     pq.write_table(pa.Table.from_pylist(rows[::-1]), file)
     found = FileTeacher("key", str(file), K).log_probs(rollouts())
+    assert found.teacher_ids_T is not None and found.teacher_log_probs_T is not None
     assert found.teacher_ids_T.tolist() == [[t, 1, 2] for t in TOKENS]
     assert found.teacher_log_probs_T[:, 0].tolist() == [-0.5 - t for t in TOKENS]
     with pytest.raises(ValueError, match=r"key=.*: 1 of 2 responses are not in it \(the first: row 1\)"):

@@ -18,6 +18,8 @@ from verl_like.batch import Evaluated, Rollouts
 from verl_like.config.distillation import Teacher
 from verl_like.plugins.http_json import Service, ServiceError, TransientError, chat_service
 
+# inference.name -> the form in which such a server tells log-probs of a prompt
+_FORMATS = {"vllm": "prompt_logprobs", "sglang": "generate", "openai": "echo"}
 _NOTHING = -1e4  # log-prob of a place for which a server has no id
 Scored = list[tuple[list[float], list[int]]]  # of each token: log-probs and ids, of the likeliest or its own
 
@@ -28,16 +30,16 @@ class ServerTeacher:
     def __init__(self, teacher: Teacher, vocabulary: int, k: int) -> None:
         """Read the API key. Raises ValueError where its variable is not set, or such a server cannot tell k ids."""
         own, self._section = teacher.config.inference, f"{teacher.place}.inference"
-        self._kind, self._k, self._vocabulary, self._threads = own.name, k, vocabulary, own.max_concurrent
+        self._kind, self._k, self._vocabulary, self._threads = _FORMATS[own.name], k, vocabulary, own.max_concurrent
         self._model = teacher.path if own.model == "default" else own.model
-        if k and own.name == "openai":
+        if k and self._kind == "echo":
             raise ValueError(
                 f"{self._section}.name=openai: such a server tells no ids of its likeliest tokens; set name=vllm or "
                 "sglang for loss_mode=forward_kl_topk, or loss_mode=k3"
             )
-        path = "/generate" if own.name == "sglang" else "/completions"
+        path = "/generate" if self._kind == "generate" else "/completions"
         base = (own.url or "").rstrip("/")
-        base = base.removesuffix("/v1") if own.name == "sglang" else base
+        base = base.removesuffix("/v1") if self._kind == "generate" else base
         self._service: Service = dataclasses.replace(chat_service(own, self._section), url=base + path)
 
     def check(self) -> None:
@@ -65,17 +67,19 @@ class ServerTeacher:
         return self._service.post(self._body(ids), lambda reply: self._scored(reply, ids, len(response)))
 
     def _body(self, ids: list[int]) -> dict[str, Any]:
-        if self._kind == "sglang":
+        if self._kind == "generate":
             more = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": self._k}
             return {"input_ids": ids, "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}, **more}
         body = {"model": self._model, "prompt": ids, "max_tokens": 1, "temperature": 0.0}
-        return body | ({"prompt_logprobs": self._k} if self._kind == "vllm" else {"echo": True, "logprobs": 1})
+        return body | (
+            {"prompt_logprobs": self._k} if self._kind == "prompt_logprobs" else {"echo": True, "logprobs": 1}
+        )
 
     def _scored(self, reply: Any, ids: list[int], count: int) -> Scored:
         """Read the last `count` of the given tokens. Raises TransientError for a reply without their log-probs."""
         wanted = range(len(ids) - count, len(ids))
         try:
-            if self._kind == "sglang":
+            if self._kind == "generate":
                 told = reply["meta_info"]
                 if self._k:
                     return [
@@ -83,7 +87,7 @@ class ServerTeacher:
                     ]
                 return [([float(told["input_token_logprobs"][i][0])], [ids[i]]) for i in wanted]
             choice = reply["choices"][0]
-            if self._kind == "openai":
+            if self._kind == "echo":
                 return [([float(choice["logprobs"]["token_logprobs"][i])], [ids[i]]) for i in wanted]
             told = [choice["prompt_logprobs"][i] for i in wanted]
             if self._k:
