@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from verl_like.kit.selfcheck.plain_loss import PlainPolicyLoss, PlainValueLoss
 from verl_like.models.heads import VALUE_HEAD, attach_value_head
 from verl_like.models.loading import has_weights, load_hf_config
 
+_PIECE = 2**22  # numbers
 TEMPERATURE = 0.8  # not 1, so that a path that forgets it shows
 
 
@@ -123,6 +124,12 @@ class PlainModel:
             head = {name: of for name, of in gradient.items() if name == VALUE_HEAD}
             gradient = self.adapters.gradient(gradient) | head
         return Measured(loss=total, gradient=gradient, scale=scale)
+
+
+def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Views of tensors of one shape, some rows of each at a time, so that what is made of them has little room."""
+    rows = [tensor[None] if tensor.dim() == 0 else tensor for tensor in tensors]
+    yield from zip(*(each.split(max(1, _PIECE * len(each) // max(1, each.numel()))) for each in rows), strict=True)
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ from verl_like.config import AlgorithmConfig, OptimConfig, PPOConfig
 from verl_like.config.batch_plan import needs_sum_pi_squared
 from verl_like.kit.selfcheck.driver import experience_of, old_log_probs_of
 from verl_like.kit.selfcheck.material import Material
-from verl_like.kit.selfcheck.plain import PlainModel
+from verl_like.kit.selfcheck.plain import PlainModel, pieces
 from verl_like.kit.selfcheck.plain_credit import OWN_ESTIMATORS, PlainEpisode, clipped, credit, place_reward, whitened
 from verl_like.kit.selfcheck.plain_loss import PlainPolicyLoss, PlainValueLoss, kl_term
 
@@ -52,7 +52,7 @@ class PlainOptimizer:
     clip: float
     total_steps: int  # of training, for the schedule
     weights: dict[str, Tensor]
-    _moments: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _moments: dict[str, list[Tensor]] = field(default_factory=dict)
     _updates: int = 0
     steps_done: int = 0  # training steps
 
@@ -75,18 +75,21 @@ class PlainOptimizer:
         if self.optim.l2_coeff:
             weights = {name: self.weights[name].detach().to(whole.device) for name, whole in gradient.items()}
             gradient = {name: whole + self.optim.l2_coeff * weights[name] for name, whole in gradient.items()}
-        norm = math.sqrt(sum(float((each.double() ** 2).sum()) for each in gradient.values()))
+        norm = math.sqrt(sum(float(each.norm()) ** 2 for each in gradient.values()))
         shrink, rate, (first, second) = min(1.0, self.clip / (norm + 1e-6)), self.rate(), self.optim.betas
         self._updates += 1
         for name, whole in gradient.items():
-            clipped, weight = whole * shrink, self.weights[name]
-            mean, square = self._moments.get(name, (torch.zeros_like(whole), torch.zeros_like(whole)))
-            mean = first * mean + (1 - first) * clipped
-            square = second * square + (1 - second) * clipped**2
-            self._moments[name] = mean.float(), square.float()
-            weight.mul_(1 - rate * self.optim.weight_decay)
-            root = (square / (1 - second**self._updates)).sqrt() + self.optim.eps
-            weight.sub_((rate * (mean / (1 - first**self._updates)) / root).to(weight.device))
+            if name not in self._moments:
+                self._moments[name] = [torch.zeros_like(whole, dtype=torch.float32) for _ in range(2)]
+            for part, weight, mean_kept, square_kept in pieces(whole, self.weights[name], *self._moments[name]):
+                clipped = part * shrink
+                mean = first * mean_kept + (1 - first) * clipped
+                square = second * square_kept + (1 - second) * clipped**2
+                mean_kept.copy_(mean)
+                square_kept.copy_(square)
+                weight.mul_(1 - rate * self.optim.weight_decay)
+                root = (square / (1 - second**self._updates)).sqrt() + self.optim.eps
+                weight.sub_((rate * (mean / (1 - first**self._updates)) / root).to(weight.device))
         return norm, rate
 
 
@@ -111,7 +114,8 @@ class PlainRole:
             return
         found = self.model.measure(loss)
         for name, gradient in found.gradient.items():
-            large = gradient.abs() > ROUNDING * gradient.abs().max()
+            least = ROUNDING * max(float(gradient.max()), -float(gradient.min()))
+            large = (gradient > least) | (gradient < -least)
             self.seen[name] = large & self.seen[name] if name in self.seen else large
         norm, rate = self.optimizer.step(found.gradient)
         if self.model.adapters is not None:

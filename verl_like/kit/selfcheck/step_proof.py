@@ -22,7 +22,7 @@ from verl_like.engine.optim import Schedule
 from verl_like.kit.forecast.machine import available_memory
 from verl_like.kit.selfcheck.driver import old_log_probs_of
 from verl_like.kit.selfcheck.material import MISMATCH
-from verl_like.kit.selfcheck.plain import PlainModel
+from verl_like.kit.selfcheck.plain import PlainModel, pieces
 from verl_like.kit.selfcheck.plain_adapters import with_noise
 from verl_like.kit.selfcheck.plain_step import PlainOptimizer, PlainRecord, PlainRole, PlainStep
 from verl_like.kit.selfcheck.real_step import RealStep, real_steps, small
@@ -31,7 +31,7 @@ from verl_like.kit.selfcheck.work import comparable, longest_row, with_first_lay
 from verl_like.models.families import refuse_vision
 from verl_like.models.loading import load_hf_config, load_tokenizer
 
-_BYTES = 56  # of a weight: the plain step's float64 with moments and copies, the run's float32 and what is gathered
+_BYTES = 64  # of a weight: the plain step's float64 with moments and copies, the run's float32 and what is gathered
 logger = logging.getLogger(__name__)
 
 _NO_GRADIENT = 1e-8  # norm
@@ -263,10 +263,14 @@ def _update(role: str, plain: PlainRecord, real: RealStep) -> Iterator[Finding]:
 def _change(before: Tensor, after: Tensor, found: Tensor, size: Tensor | None) -> float:
     """Difference of two changes of a weight, by the plain one's size; `size`: where its gradient was no rounding."""
     seen = torch.ones_like(before, dtype=torch.bool) if size is None else size
-    expected, other = (after - before)[seen], (found.to(before) - before)[seen]
-    if not seen.any():
-        return 0.0
-    return float((other - expected).norm() / expected.norm().clamp(min=1e-12))
+    if found.shape != before.shape:
+        return math.inf
+    gap = whole = 0.0
+    for was, is_now, theirs, counted in pieces(before, after, found.to(before), seen):
+        expected = (is_now - was)[counted].double()
+        gap += float(((theirs - was)[counted].double() - expected).square().sum())
+        whole += float(expected.square().sum())
+    return math.sqrt(gap) / max(math.sqrt(whole), 1e-12)
 
 
 def schedules(config: PPOConfig) -> Iterator[Finding]:
