@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from verl_like.batch import Sequences
 from verl_like.config import ModelConfig
 from verl_like.kit.selfcheck.plain_adapters import PlainAdapters
 from verl_like.kit.selfcheck.plain_loss import PlainPolicyLoss, PlainValueLoss
+from verl_like.models import families
 from verl_like.models.heads import VALUE_HEAD, attach_value_head
 from verl_like.models.loading import has_weights, load_hf_config
 
@@ -118,6 +118,7 @@ class PlainModel:
         gradient = {
             name: torch.zeros_like(weight).cpu() if weight.grad is None else weight.grad.cpu()
             for name, weight in self.hf.named_parameters()
+            if weight.requires_grad
         }
         self.hf.zero_grad(set_to_none=True)
         if self.adapters is not None:
@@ -142,15 +143,20 @@ def scale_weights(model: nn.Module, factor: float) -> None:
 def _load(model: ModelConfig, seed: int, *, critic: bool) -> Any:
     """The weights that the engine starts from: the folder's, or random ones from the same seed."""
     hf_config, path = load_hf_config(model), str(Path(model.path).expanduser())
+    kind: Any = families.model_class(hf_config)
     settings = {"dtype": torch.float32, "attn_implementation": "eager", "trust_remote_code": model.trust_remote_code}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if has_weights(path):
-            hf = AutoModelForCausalLM.from_pretrained(path, config=hf_config, **settings)
+            hf: Any = kind.from_pretrained(path, config=hf_config, **settings)
         else:
-            hf = AutoModelForCausalLM.from_config(hf_config, **settings)
+            hf = kind.from_config(hf_config, **settings)
         if critic:
             attach_value_head(hf, _stored_head(Path(path)))
+    for part in families.parts_beside_text(hf).values():
+        part.requires_grad_(False)
+    for config in (hf.config, hf.config.get_text_config()):
+        config._experts_implementation = "eager"  # one expert after the other; the grouped product knows no float64
     return hf.eval()
 
 

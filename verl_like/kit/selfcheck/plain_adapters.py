@@ -16,10 +16,10 @@ from typing import Any, Self, TypeVar
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from verl_like.config import ModelConfig, PPOConfig
 from verl_like.config.roles import needs_critic
+from verl_like.models import families
 from verl_like.models.adapter_config import CONFIG, WEIGHTS
 from verl_like.models.loading import load_hf_config
 
@@ -77,15 +77,25 @@ class PlainAdapters:
         return found
 
 
-def target_names(hf: nn.Module, model: ModelConfig) -> list[str]:
+def target_names(hf: Any, model: ModelConfig) -> list[str]:
     """Names of the linear layers that get an adapter, by peft's rules.
 
     all-linear is every one but the head's; a text is a pattern of the whole name; a list has ends of names.
     """
     heads = ("lm_head", "embed_out", "score")
-    linear = [name for name, part in hf.named_modules() if isinstance(part, nn.Linear) and name not in heads]
+    beside = {part for whole in families.parts_beside_text(hf).values() for part in whole.modules()}
+    all_linear = [name for name, part in hf.named_modules() if isinstance(part, nn.Linear) and part not in beside]
+    linear = [name for name in all_linear if name not in heads]
     out = model.exclude_modules
     return [n for n in linear if _named(n, model.target_modules) and not (out is not None and _named(n, out))]
+
+
+def outline(model: ModelConfig) -> Any:
+    """Build a model without numbers."""
+    hf_config = load_hf_config(model)
+    kind: Any = families.model_class(hf_config)
+    with torch.device("meta"):
+        return kind.from_config(hf_config, trust_remote_code=model.trust_remote_code)
 
 
 def _named(name: str, wanted: Any) -> bool:
@@ -108,8 +118,7 @@ def with_noise(config: PPOConfig, folder: Path) -> PPOConfig:
 def _begun(model: Model, folder: Path) -> Model:
     if model.lora_rank == 0 or model.lora_adapter_path is not None:
         return model
-    with torch.device("meta"):
-        hf = AutoModelForCausalLM.from_config(load_hf_config(model), trust_remote_code=model.trust_remote_code)
+    hf = outline(model)
     generator, rank = torch.Generator().manual_seed(2), model.lora_rank
     layers, tensors = dict(hf.named_modules()), {}
     names = target_names(hf, model)  # experts and routers are left out of this check

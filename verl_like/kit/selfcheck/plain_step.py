@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
 
 from verl_like.algorithms.advantages import AdvantageInputs, compute_advantages
 from verl_like.algorithms.corrections import correct_on_driver
@@ -99,7 +100,7 @@ class PlainRole:
     def __init__(self, model: PlainModel, optim: OptimConfig, clip: float, total_steps: int) -> None:
         self.model, self.minibatches = model, list[Minibatch]()
         self.seen = dict[str, Tensor]()  # by weight: where every step's gradient was more than rounding
-        weights = dict(model.hf.named_parameters())
+        weights = {name: weight for name, weight in model.hf.named_parameters() if weight.requires_grad}
         if model.adapters is not None:
             weights = model.adapters.trained() | {n: w for n, w in weights.items() if n.startswith("score.")}
         self.optimizer = PlainOptimizer(optim=optim, clip=clip, total_steps=total_steps, weights=weights)
@@ -126,12 +127,16 @@ class PlainRole:
     def take(self, weights: dict[str, Tensor]) -> None:
         """Go on from the run's own weights, where all are trained: Adam makes steps of rounding, which would add up."""
         if self.model.adapters is None:
-            for name, weight in self.model.hf.named_parameters():
+            for name, weight in self.weights().items():  # views of the model's own, but for some kinds of experts
                 weight.copy_(weights.get(name, weight))
 
     def weights(self) -> dict[str, Tensor]:
-        """Every weight, adapters added in, on the host; the next step changes them."""
-        return {name: weight.detach().cpu() for name, weight in self.model.hf.named_parameters()}
+        """Every weight as checkpoints name and cut it, adapters added in; the next step changes them."""
+        return self.stored({name: weight.detach() for name, weight in self.model.hf.named_parameters()})
+
+    def stored(self, whole: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Name and cut tensors of the model's weights as its checkpoints do, by transformers' own rules."""
+        return revert_weight_conversion(self.model.hf, whole)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +189,7 @@ class PlainStep:
         for role in self.trained.values():
             role.begin()
         before = {
-            name: {weight: whole.to(torch.float32, copy=True) for weight, whole in role.weights().items()}
+            name: {weight: whole.to("cpu", torch.float32, copy=True) for weight, whole in role.weights().items()}
             for name, role in self.trained.items()
         }
         self.evaluate()
@@ -196,9 +201,12 @@ class PlainStep:
             used_log_probs_BR=self.used_log_probs(),
             before=before,
             after={name: role.weights() for name, role in self.trained.items()},
-            names={name: set(role.model.hf.state_dict()) for name, role in self.trained.items()},
+            names={name: set(role.stored(role.model.hf.state_dict())) for name, role in self.trained.items()},
             minibatches={name: role.minibatches for name, role in self.trained.items()},
-            seen={name: role.seen for name, role in self.trained.items()},
+            seen={
+                name: role.stored(role.seen) if role.model.adapters is None else {}
+                for name, role in self.trained.items()
+            },
         )
 
     def evaluate(self) -> None:

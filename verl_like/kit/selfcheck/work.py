@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from verl_like.algorithms.kl import FULL_KL_KIND
 from verl_like.batch import Rollouts
@@ -26,6 +26,7 @@ from verl_like.kit.selfcheck.material import (
     short_lengths,
 )
 from verl_like.kit.selfcheck.plain import Measured, PlainModel
+from verl_like.kit.selfcheck.plain_adapters import outline
 from verl_like.kit.selfcheck.plain_loss import OWN_LOSSES, PlainPolicyLoss, PlainValueLoss
 from verl_like.models.families import refuse_vision
 from verl_like.models.loading import load_hf_config, load_tokenizer
@@ -233,9 +234,7 @@ def with_first_layers(config: PPOConfig, bytes_each: int, memory: int) -> tuple[
 
 
 def _num_weights(model: ModelConfig) -> int:
-    with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(load_hf_config(model), trust_remote_code=model.trust_remote_code)
-    return sum(weight.numel() for weight in whole.parameters())
+    return sum(weight.numel() for weight in outline(model).parameters())
 
 
 def _refuse_large(count: int, bytes_each: int, memory: int) -> None:
