@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 _WEIGHT, _A, _B = "weight", "lora_A.weight", "lora_B.weight"
 _VALUE_HEAD = "score"  # new in a value model: trained as a whole
 _PEFT_PREFIX = "base_model.model."
+_UNCALLED = "dt_proj"  # of Mamba: its mixer multiplies by the matrix itself, past whatever stands around the layer
 
 
 class LoRALinear(nn.Linear):
@@ -266,7 +267,7 @@ def _targets(
 ) -> list[str]:
     others = {hf.get_output_embeddings(), dict(hf.named_children()).get(_VALUE_HEAD), *left_out}
     experts, routers = stacks_of(hf)
-    body = [name for name, part in linear.items() if part not in others] + [*routers]
+    body = [name for name, part in linear.items() if part not in others and not name.endswith(_UNCALLED)] + [*routers]
     meant = _experts_meant(hf, experts, model.target_modules)
     _check_frozen_matrices(hf, {*linear, *routers, *meant}, body, model.target_modules)
     _refuse_impossible(hf, {*body, *_names_of_experts(hf, meant)}, model.target_modules)
@@ -356,6 +357,8 @@ def _refuse_impossible(hf: PreTrainedModel, body: set[str], wanted: Any) -> None
             if kind
             else "is no module of this model"
         )
+        if end.endswith(_UNCALLED):
+            why = "gets no adapter: its layer reads the matrix and never calls it"
         raise ValueError(f"model.target_modules={list(wanted)!r}: {end}{kind} {why}; {_instead(body)}")
 
 

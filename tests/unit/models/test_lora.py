@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 
 from tests.unit.engine import tiny
+from tests.unit.models import zoo
 from verl_like.config.model import ModelConfig
 from verl_like.models import loading, lora
 from verl_like.models.packing import Segments
@@ -117,3 +119,12 @@ def test_an_adapter_that_does_not_come_is_an_error(path: str) -> None:
     stream = [(name, p.detach()) for name, p in hf.named_parameters() if "layers.0.mlp.up_proj.lora_B" not in name]
     with pytest.raises(RuntimeError, match=r"1 LoRA adapters did not reach the merge.*layers\.0\.mlp\.up_proj"):
         list(adapters.merged(stream))
+
+
+def test_a_matrix_that_is_read_past_its_layer_gets_no_adapter(tmp_path: Path) -> None:
+    """Jamba's mixer multiplies by dt_proj.weight: an adapter would act in what is sampled, and nowhere else."""
+    jamba = zoo.folder(tmp_path, "jamba")
+    leaves = {name.rpartition(".")[2] for name in attached(jamba)[1].names}
+    assert "x_proj" in leaves and "dt_proj" not in leaves
+    with pytest.raises(ValueError, match=r"dt_proj, a Linear gets no adapter: its layer reads the matrix"):
+        attached(jamba, target_modules=["dt_proj"])

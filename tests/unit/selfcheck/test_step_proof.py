@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.unit.models import zoo
 from verl_like.algorithms import experience, reward_shaping
 from verl_like.algorithms.objectives import PolicyObjective
 from verl_like.cluster.worker_group import WorkerError
@@ -24,6 +25,7 @@ from verl_like.kit.selfcheck.step_proof import compared, plain_step, prove_step,
 from verl_like.kit.selfcheck.tiny import CHARACTERS, write_tiny_model
 from verl_like.kit.selfcheck.work import comparable
 from verl_like.models import lora
+from verl_like.models.loading import load_tokenizer
 from verl_like.trainer import roles
 from verl_like.trainer.compose import compose
 from verl_like.workers import roles as worker_roles
@@ -372,3 +374,14 @@ def test_no_false_alarm(model: str, keys: list[str]) -> None:
     config = compose([*COMMON, "algorithm.adv_estimator=grpo", *keys, f"actor_rollout_ref.model.path={model}"])
     findings, _ = prove_step(config, ranks=1)
     assert all(each.passed for each in findings), table(findings)
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+@pytest.mark.parametrize("name", ["jamba", "deepseek_v3", "qwen3_5", "qwen3_vl_moe"])
+def test_no_false_alarm_of_a_family(model: str, tmp_path: Path, name: str, lora_rank: int) -> None:
+    """State, experts that files hold one by one or turned, a bias of a router, a tower that stays as it is."""
+    folder, tokenizer = zoo.folder(tmp_path, name), load_tokenizer(model)
+    tokenizer.save_pretrained(folder)
+    own = [f"actor_rollout_ref.model.path={folder}", f"actor_rollout_ref.model.lora_rank={lora_rank}"]
+    findings, _ = prove_step(compose([*COMMON, "algorithm.adv_estimator=rloo", *own]), ranks=1)
+    assert all(each.passed for each in findings) and len(findings) > 20, table(findings)

@@ -85,7 +85,7 @@ def target_names(hf: Any, model: ModelConfig) -> list[str]:
     heads = ("lm_head", "embed_out", "score")
     beside = {part for whole in families.parts_beside_text(hf).values() for part in whole.modules()}
     all_linear = [name for name, part in hf.named_modules() if isinstance(part, nn.Linear) and part not in beside]
-    linear = [name for name in all_linear if name not in heads]
+    linear = [name for name in all_linear if name not in heads and not name.endswith("dt_proj")]  # Mamba reads this one
     out = model.exclude_modules
     return [n for n in linear if _named(n, model.target_modules) and not (out is not None and _named(n, out))]
 

@@ -7,13 +7,15 @@ borrowed from verl_like/algorithms, and `PlainStep.notes` says which.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import Transpose, revert_weight_conversion
 
 from verl_like.algorithms.advantages import AdvantageInputs, compute_advantages
 from verl_like.algorithms.corrections import correct_on_driver
@@ -136,7 +138,16 @@ class PlainRole:
 
     def stored(self, whole: dict[str, Tensor]) -> dict[str, Tensor]:
         """Name and cut tensors of the model's weights as its checkpoints do, by transformers' own rules."""
-        return revert_weight_conversion(self.model.hf, whole)
+        found = revert_weight_conversion(self.model.hf, whole)
+        for rule in get_model_conversion_mapping(self.model.hf, add_legacy=False):
+            for name in [name for name in found if _turned(rule) and re.search(rule.target_patterns[0], name)]:
+                found[name] = found[name].transpose(1, 2)  # as the hub has them
+        return found
+
+
+def _turned(rule: Any) -> bool:
+    """True for a rule of experts whose matrices are transposed in files where their shape says so."""
+    return any(isinstance(each, Transpose) and each.check_dims for each in getattr(rule, "operations", ()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

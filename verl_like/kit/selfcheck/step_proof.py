@@ -28,7 +28,7 @@ from verl_like.kit.selfcheck.plain_step import PlainOptimizer, PlainRecord, Plai
 from verl_like.kit.selfcheck.real_step import RealStep, real_steps, small
 from verl_like.kit.selfcheck.report import Finding, table
 from verl_like.kit.selfcheck.work import comparable, longest_row, with_first_layers
-from verl_like.models.families import refuse_vision
+from verl_like.models.families import refuse_vision, state_of
 from verl_like.models.loading import load_hf_config, load_tokenizer
 
 _BYTES = 64  # of a weight: the plain step's float64 with moments and copies, the run's float32 and what is gathered
@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 _NO_GRADIENT = 1e-8  # norm
 _SHOWN = 1000  # steps of a schedule, where the run's length is not known or more
 _STEPS = 2  # in the second the policy is no longer its reference
+_ADAPTED = 5e-2  # of Adam's steps where adapters are added in, which mix what is gradient and what is rounding
+_OWN_FLOAT32 = 10  # times the limits: layers with state compute in float32 by themselves, in the plain model too
 _NEAR, _SCALED, _CHANGED = 2e-4, 2e-4, 5e-3  # of log-probs and values; of what is whitened or summed; of Adam's steps
 
 
@@ -53,6 +55,8 @@ def prove_step(config: PPOConfig, *, ranks: int) -> tuple[list[Finding], list[st
     with tempfile.TemporaryDirectory() as folder:
         config = comparable(with_noise(config, Path(folder) / "adapters"))
         found, notes = _proved(small(config, _ranks(config, ranks), folder), notes)
+    if state_of(hf_config):
+        found = [dataclasses.replace(each, limit=_OWN_FLOAT32 * each.limit) for each in found]
     return [*rates, *found], notes
 
 
@@ -257,7 +261,8 @@ def _update(role: str, plain: PlainRecord, real: RealStep) -> Iterator[Finding]:
     for weight in before.keys() & weights.keys():
         gap = _change(before[weight], after[weight], weights[weight], plain.seen[role].get(weight))
         worst, where = max((worst, where), (gap, weight))
-    yield Finding(name=f"{role}: change of every weight (most: {where})", difference=worst, limit=_CHANGED)
+    limit = _CHANGED if plain.seen[role] else _ADAPTED
+    yield Finding(name=f"{role}: change of every weight (most: {where})", difference=worst, limit=limit)
 
 
 def _change(before: Tensor, after: Tensor, found: Tensor, size: Tensor | None) -> float:
