@@ -148,7 +148,7 @@ def _similar(name: str, said: str) -> str:
     """Keys whose last part is like it, or has it as a word, but for those that were said."""
     last = name.rpartition(".")[2]
     found = [key for key in keys() if last in key.rpartition(".")[2].split("_")]
-    ends = {key.rpartition(".")[2]: key for key in keys()}
+    ends = {key.rpartition(".")[2]: key for key in reversed([*keys()])}  # the first section that has one
     found += [ends[end] for end in difflib.get_close_matches(last, ends, n=3, cutoff=0.75)]
     found = [key for key in dict.fromkeys(found) if key not in re.findall(r"[\w.]*\w", said)]
     return f"{'' if said.endswith('?') else '.'} Similar: {', '.join(found[:8])}" if found else ""

@@ -155,8 +155,8 @@ def _load(model: ModelConfig, seed: int, *, critic: bool) -> Any:
             attach_value_head(hf, _stored_head(Path(path)))
     for part in families.parts_beside_text(hf).values():
         part.requires_grad_(False)
-    for config in (hf.config, hf.config.get_text_config()):
-        config._experts_implementation = "eager"  # one expert after the other; the grouped product knows no float64
+    for own in (hf.config, hf.config.get_text_config()):
+        own._experts_implementation = "eager"  # one expert after the other; the grouped product knows no float64
     return hf.eval()
 
 
