@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,7 +51,14 @@ from verl_like.trainer.reporting import Reporter
 from verl_like.trainer.resume import fetch_resume, find_resume, processes_text
 from verl_like.trainer.reward_check import grade_sample, try_rewards
 from verl_like.trainer.reward_models import use_reward_model
-from verl_like.trainer.roles import ActorHandle, CriticHandle, ReferenceHandle, RoleHandle, TeacherHandle
+from verl_like.trainer.roles import (
+    ActorHandle,
+    CriticHandle,
+    ReferenceHandle,
+    RoleHandle,
+    TeacherHandle,
+    handle_options,
+)
 from verl_like.trainer.start_checks import problems
 from verl_like.trainer.start_messages import start_phase, worker_start_text
 from verl_like.trainer.state import TrainState
@@ -238,9 +246,7 @@ def assemble(
     replicas = StandingRolloutGroup(pool, **sampling) if standing else RolloutGroup(pool, plan, **sampling)
     pools.reachable, weights.reachable = replicas.paused, replicas.renewed
 
-    def shared(name: str, cost: ModelCost | None) -> dict[str, Any]:
-        sharing = {"cost": cost, "share_prompts": shares_prompts(plan.roles[name].config.model)}
-        return {"balance": settings.balance_batch, "timeout_s": settings.rpc_timeout, **sharing}
+    shared = partial(handle_options, settings, plan)
 
     def models(role: type[Handle], cost: ModelCost | None, **options: Any) -> Handle | None:
         if role.role not in plan.roles:

@@ -84,6 +84,15 @@ class Loop:
             with self.clock("save_checkpoint"):
                 self.checkpoints.write(self)
 
+    def end_step(self) -> dict[str, float]:
+        """Report the step, complete its checkpoint, and stop where a rule says so. Returns the step's metrics."""
+        reported = self.report_step()
+        self.checkpoints.validated(self, reported)
+        self.stop_when_unhealthy()
+        self.checkpoints.complete(self, wait=False)
+        self.stop_when_nothing_is_learnt()
+        return reported
+
     def report_step(self) -> dict[str, float]:
         """Hand out the finished step's metrics, once: before its checkpoint is complete, or when the driver fails."""
         report, self.unreported = self.unreported, None

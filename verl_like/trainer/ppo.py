@@ -87,12 +87,7 @@ class PPOTrainer(Loop):
                 with clock("update_weights"):
                     metrics |= self.sync_weights()
                 metrics |= self.validate_if_due()
-            reported = self.report_step()
-            self.checkpoints.validated(self, reported)
-            self.stop_when_unhealthy()
-            self.checkpoints.complete(self, wait=False)
-            self.stop_when_nothing_is_learnt()
-            return reported
+            return self.end_step()
 
     def evaluate(self, rollouts: Rollouts) -> Evaluated:
         """Run the forward passes that this run's configuration needs, and no others."""

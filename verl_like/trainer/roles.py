@@ -17,10 +17,11 @@ from verl_like.algorithms.objectives import PolicyObjective
 from verl_like.algorithms.preparation import prepare_batch, prepare_minibatch
 from verl_like.batch import Denominators, Evaluated, Experience, Metric, Rollouts, Sequences, merge_metrics
 from verl_like.cluster.worker_group import PendingResult, WorkerGroup
-from verl_like.config import ActorConfig, DistillationConfig
+from verl_like.config import ActorConfig, DistillationConfig, TrainerConfig
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.roles import ACTOR, CRITIC, REF, REWARD
 from verl_like.models.cost import ModelCost
+from verl_like.models.loading import shares_prompts
 from verl_like.trainer.dispatch import RowBalance, join_rows, split_rows
 
 Minibatches = list[tuple[Experience, Denominators]]
@@ -37,6 +38,12 @@ class UpdateRules:
     max_response_length: int
     actor: ActorConfig | None = None  # its options that act on whole mini-batches; None: the critic's update
     distillation: DistillationConfig | None = None  # the actor's teachers
+
+
+def handle_options(trainer: TrainerConfig, plan: BatchPlan, name: str, cost: ModelCost | None) -> dict[str, Any]:
+    """Options of the handle of a role of the plan, besides its pool: see RoleHandle."""
+    sharing = {"cost": cost, "share_prompts": shares_prompts(plan.roles[name].config.model)}
+    return {"balance": trainer.balance_batch, "timeout_s": trainer.rpc_timeout, **sharing}
 
 
 class RoleHandle:

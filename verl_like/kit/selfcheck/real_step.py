@@ -19,13 +19,13 @@ from verl_like.batch import Evaluated, Experience, Metric, Rollouts, Scores, mer
 from verl_like.config import PPOConfig
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.roles import needs_critic
-from verl_like.models.loading import load_tokenizer, shares_prompts
+from verl_like.models.loading import load_tokenizer
 from verl_like.trainer.costs import ModelCosts
 from verl_like.trainer.facts import resolve_world
 from verl_like.trainer.folders import profile_dir
 from verl_like.trainer.own_code import trainer_class
 from verl_like.trainer.ppo import PPOTrainer
-from verl_like.trainer.roles import ActorHandle, CriticHandle, ReferenceHandle, RoleHandle
+from verl_like.trainer.roles import ActorHandle, CriticHandle, ReferenceHandle, RoleHandle, handle_options
 from verl_like.trainer.state import TrainState
 from verl_like.trainer.workers import Launcher, Pools
 from verl_like.user_code import external_modules
@@ -129,13 +129,11 @@ def real_steps(config: PPOConfig, rollouts: Rollouts, scores: Scores, *, count: 
     )
     with Launcher(config) as launcher, launcher(spec, device) as groups:
         pools, costs = Pools(groups, plan, _TIMEOUT_S), ModelCosts.of(config, plan)
-        options = {"balance": config.trainer.balance_batch, "timeout_s": _TIMEOUT_S}
 
         def role(kind: type[Handle], cost: Any) -> Handle | None:
             if kind.role not in plan.roles:
                 return None
-            shared = shares_prompts(plan.roles[kind.role].config.model)
-            return kind(pools.of(kind.role), plan, cost=cost, share_prompts=shared, **options)
+            return kind(pools.of(kind.role), plan, **handle_options(config.trainer, plan, kind.role, cost))
 
         actor, critic = role(ActorHandle, costs.actor), role(CriticHandle, costs.critic)
         assert actor is not None

@@ -21,6 +21,7 @@ from verl_like.plugins.sft.experience import experience_of
 from verl_like.plugins.sft.turns import Row, fitted, placed, rows_of
 
 _TOOLS = "tools"  # verl's column of tool schemas, which files may have
+_KEPT = 2048  # conversations whose tokens (and images) stay in memory: those of a batch are asked for more than once
 _QUICK_LOOK = 1000  # rows with the longest texts that are encoded before processes start
 
 
@@ -81,6 +82,8 @@ class SFTDataset(PromptDataset):
             except ValueError as error:
                 raise ValueError(f"{place}: {error}") from error
             self._rows[position] = [fitted(each, self.sft.max_length, self.data.truncation, place) for each in found]
+            if len(self._rows) > _KEPT:
+                del self._rows[next(iter(self._rows))]
         return self._rows[position]
 
     def batches(self, size: int | None) -> Iterator[tuple[Experience, list[str]]]:

@@ -10,8 +10,8 @@ from typing import Any
 from verl_like.algorithms.kl import KLController
 from verl_like.config.errors import problems_of
 from verl_like.config.paths import Files
+from verl_like.config.roles import ACTOR
 from verl_like.data.loader import PromptLoader
-from verl_like.models.loading import shares_prompts
 from verl_like.observe.trackers import check_trackers
 from verl_like.plugins.sft.dataset import Batches, SFTDataset
 from verl_like.plugins.sft.turns import Row
@@ -20,7 +20,7 @@ from verl_like.trainer.checkpoints import Checkpoints
 from verl_like.trainer.facts import Fact, Facts, required, train_loader
 from verl_like.trainer.own_code import trainer_class
 from verl_like.trainer.reporting import Reporter
-from verl_like.trainer.roles import ActorHandle
+from verl_like.trainer.roles import ActorHandle, handle_options
 from verl_like.trainer.start_checks import check_machine, check_models, refuse_media, refuse_media_keys
 from verl_like.trainer.state import TrainState
 from verl_like.trainer.workers import Pools
@@ -116,14 +116,7 @@ def assemble(
     """Put the driver's parts around the workers; see `trainer.build.assemble`."""
     config, plan, train, val = facts.config, facts.plan, facts.train, facts.val
     assert isinstance(train, SFTDataset) and (val is None or isinstance(val, SFTDataset))
-    actor = ActorHandle(
-        pools.of("actor"),
-        plan,
-        balance=config.trainer.balance_batch,
-        timeout_s=config.trainer.rpc_timeout,
-        cost=facts.costs.actor,
-        share_prompts=shares_prompts(config.actor_rollout_ref.model),
-    )
+    actor = ActorHandle(pools.of(ACTOR), plan, **handle_options(config.trainer, plan, ACTOR, facts.costs.actor))
     return (kind or _trainer_class(facts))(
         config=config,
         plan=plan,

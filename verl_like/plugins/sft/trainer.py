@@ -43,12 +43,7 @@ class SFTTrainer(Loop):
                 self.unreported = partial(self.report.trained, step, rows, metrics, clock)
                 self.save_if_due()
                 metrics |= self.validate_if_due()
-            reported = self.report_step()
-            self.checkpoints.validated(self, reported)
-            self.stop_when_unhealthy()
-            self.checkpoints.complete(self, wait=False)
-            self.stop_when_nothing_is_learnt()
-            return reported
+            return self.end_step()
 
     def update(self, rows: Experience, step: int) -> dict[str, float]:
         """Take the step's optimizer step, over all its rows."""
