@@ -22,6 +22,7 @@ from verl_like.config.roles import needs_critic
 from verl_like.models import families
 from verl_like.models.adapter_config import CONFIG, WEIGHTS
 from verl_like.models.loading import load_hf_config
+from verl_like.models.lora_experts import stacks_of
 
 _PREFIX = "base_model.model."  # of names in a file of peft's
 _CHANGE = 0.02  # size of the entries of s B A: of the order of a weight's
@@ -96,6 +97,12 @@ def outline(model: ModelConfig) -> Any:
     kind: Any = families.model_class(hf_config)
     with torch.device("meta"):
         return kind.from_config(hf_config, trust_remote_code=model.trust_remote_code)
+
+
+def unchecked_adapters(model: ModelConfig) -> list[str]:
+    """Say what of LoRA is left out of both checks, in a model that may have it: experts and routers."""
+    has_them = model.lora_rank > 0 and bool(stacks_of(outline(model))[0])
+    return ["not checked: LoRA on experts and routers, which stay as they are here"] if has_them else []
 
 
 def _named(name: str, wanted: Any) -> bool:

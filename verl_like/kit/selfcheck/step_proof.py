@@ -23,7 +23,7 @@ from verl_like.kit.forecast.machine import available_memory
 from verl_like.kit.selfcheck.driver import old_log_probs_of
 from verl_like.kit.selfcheck.material import MISMATCH
 from verl_like.kit.selfcheck.plain import PlainModel, pieces
-from verl_like.kit.selfcheck.plain_adapters import with_noise
+from verl_like.kit.selfcheck.plain_adapters import unchecked_adapters, with_noise
 from verl_like.kit.selfcheck.plain_step import PlainOptimizer, PlainRecord, PlainRole, PlainStep
 from verl_like.kit.selfcheck.real_step import RealStep, real_steps, small
 from verl_like.kit.selfcheck.report import Finding, table
@@ -52,6 +52,7 @@ def prove_step(config: PPOConfig, *, ranks: int) -> tuple[list[Finding], list[st
     rates = [*schedules(config)]
     config, notes = with_first_layers(config, _BYTES, available_memory())
     notes += ["not checked: algorithm.use_pf_ppo, which is off in the proof"] if config.algorithm.use_pf_ppo else []
+    notes += unchecked_adapters(config.actor_rollout_ref.model)
     with tempfile.TemporaryDirectory() as folder:
         config = comparable(with_noise(config, Path(folder) / "adapters"))
         found, notes = _proved(small(config, _ranks(config, ranks), folder), notes)

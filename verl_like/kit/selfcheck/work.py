@@ -26,7 +26,7 @@ from verl_like.kit.selfcheck.material import (
     short_lengths,
 )
 from verl_like.kit.selfcheck.plain import Measured, PlainModel
-from verl_like.kit.selfcheck.plain_adapters import outline
+from verl_like.kit.selfcheck.plain_adapters import outline, unchecked_adapters
 from verl_like.kit.selfcheck.plain_loss import OWN_LOSSES, PlainPolicyLoss, PlainValueLoss
 from verl_like.models.families import refuse_vision
 from verl_like.models.loading import load_hf_config, load_tokenizer
@@ -156,7 +156,7 @@ def left_out(config: PPOConfig) -> list[str]:
     policy, lines = config.actor_rollout_ref, []
     if policy.actor.ulysses_sequence_parallel_size > 1 or policy.actor.fsdp_config.tensor_parallel_size > 1:
         lines.append("not checked: ranks that share rows (Ulysses, tensor parallelism)")
-    return lines
+    return lines + unchecked_adapters(policy.model)
 
 
 def reference_scale(config: PPOConfig) -> float | None:
