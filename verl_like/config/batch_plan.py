@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from verl_like.config.actor import ActorConfig, OldLogProbs
 from verl_like.config.algorithm import AlgorithmConfig
 from verl_like.config.correction import RolloutCorrectionConfig, corrects, rejects
+from verl_like.config.distillation import is_teacher
 from verl_like.config.errors import raise_if_any
 from verl_like.config.micro_batches import MicroBatchRule
 from verl_like.config.placement import idle_placement, pools_of
@@ -101,7 +102,7 @@ class BatchPlan:
         if REF in roles and compares_policies(config):
             problems += _unequal_groups(configs[ACTOR], configs[REF], in_driver=compares_in_driver(config))
         for teacher in configs.values() if config.distillation.compares else ():
-            if teacher.name.startswith("teacher") and teacher.tensor != configs[ACTOR].tensor:
+            if is_teacher(teacher.name) and teacher.tensor != configs[ACTOR].tensor:
                 mode, own = config.distillation.distillation_loss.loss_mode, configs[ACTOR]
                 why = f"with loss_mode={mode} it must be {own.tensor_key}={own.tensor}: both read the same rows"
                 problems.append(f"{teacher.tensor_key}={teacher.tensor}: {why}")
@@ -174,9 +175,7 @@ class BatchPlan:
             rows.append(("log-prob micro-batch", str(actor.forward)))
         if REF in self.roles:
             rows.append(("reference micro-batch", str(self.roles[REF].forward)))
-        rows += [
-            (f"{name} micro-batch", str(p.forward)) for name, p in self.roles.items() if name.startswith("teacher")
-        ]
+        rows += [(f"{name} micro-batch", str(p.forward)) for name, p in self.roles.items() if is_teacher(name)]
         if critic is not None:
             rows += [
                 ("critic update", critic.update_text),

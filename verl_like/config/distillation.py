@@ -14,6 +14,7 @@ TOP_K = "forward_kl_topk"
 FULL = {"reverse_kl_full": "full_kl", "jsd": "jsd"}  # loss_mode -> what the engine calls it
 ESTIMATORS = tuple(name for name, row in KL_KINDS.items() if row.code and not name.endswith("+"))
 LOSS_MODES = (*ESTIMATORS, TOP_K, *FULL)
+_ROLE = "teacher"
 SOLE = "teacher_model"  # the name of verl's one teacher
 
 
@@ -158,12 +159,17 @@ class Teacher:
         return self.config.inference.url is None and self.config.log_probs_file is None
 
 
+def is_teacher(role: str) -> bool:
+    """True for the name of a teacher's role."""
+    return role.startswith(_ROLE)
+
+
 def _teachers(config: DistillationConfig) -> dict[str, Teacher]:
     entries = {f"models.{n}": _read(TeacherModelConfig, n, entry) for n, entry in config.teacher_models.items()}
     if config.teacher_model.model_path is not None or config.teacher_model.log_probs_file is not None:
         entries = {"model": config.teacher_model}
     found = [_teacher(f"distillation.teacher_{name}", entry) for name, entry in entries.items()]
-    names = ["teacher"] if len(found) == 1 else [f"teacher_{each.name}" for each in found]
+    names = [_ROLE] if len(found) == 1 else [f"{_ROLE}_{each.name}" for each in found]
     return dict(zip(names, found, strict=True))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from verl_like.config.distillation import is_teacher
 from verl_like.config.pools import MAIN_POOL, Pool, named_pools
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.roles import ACTOR, REF, REWARD, ROLLOUT, compares_policies, every_role, hosted_roles, roles_of
@@ -127,7 +128,7 @@ def roles_have_one_pool(config: PPOConfig) -> Findings:
     for role in dict.fromkeys(role for pool in pools for role in pool.roles):
         if len(names := [pool.name for pool in pools if role in pool.roles]) > 1:
             short = "hybrid_engine=false (rollout) and enable_resource_pool (reward) out where a pool names the role"
-            if role.startswith("teacher"):
+            if is_teacher(role):
                 short = "distillation.nnodes at 0"
             fix = f"name it in one of trainer.placement, and leave {short}"
             yield pools_by(config), f"{role} is in the pools {', '.join(names)}: {fix}"

@@ -9,6 +9,7 @@ from typing import Protocol
 from verl_like.batch import Experience, Rollouts
 from verl_like.config import ModelConfig, PPOConfig
 from verl_like.config.batch_plan import BatchPlan
+from verl_like.config.distillation import is_teacher
 from verl_like.config.roles import CRITIC
 from verl_like.models.cost import ModelCost
 from verl_like.models.loading import load_hf_config
@@ -31,7 +32,7 @@ class ModelCosts:
         return cls(
             actor=_cost_of(config.actor_rollout_ref.model),
             critic=_cost_of(critic).with_value_head() if CRITIC in plan.roles else None,
-            teachers={n: _cost_of(role.config.model) for n, role in plan.roles.items() if n.startswith("teacher")},
+            teachers={n: _cost_of(role.config.model) for n, role in plan.roles.items() if is_teacher(n)},
         )
 
 

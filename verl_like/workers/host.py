@@ -17,6 +17,7 @@ import torch
 
 from verl_like.batch import Metric
 from verl_like.cluster.worker_group import RankEnv
+from verl_like.config.distillation import is_teacher
 from verl_like.config.roles import ACTOR, CRITIC, REF, REWARD, ROLLOUT
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.observe.memory import PhaseMemory, allocated_bytes
@@ -130,7 +131,7 @@ class RoleHost:
         with self.profiler.phase(role, method):
             if method not in _ANY_PHASE:
                 self.residency.enter(_PHASES.get(role, Phase.train))
-            phase = "teacher" if role.startswith("teacher") else _MEASURED.get((role, method))
+            phase = "teacher" if is_teacher(role) else _MEASURED.get((role, method))
             if phase is None:
                 return getattr(self.roles[role], method)(*arguments)
             with self.memory.phase(
