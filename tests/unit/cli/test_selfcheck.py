@@ -12,15 +12,20 @@ from verl_like.cli.main import main
 
 @pytest.mark.engines  # two more processes
 def test_without_keys_a_tiny_model_is_made_and_said(capsys: pytest.CaptureFixture[str]) -> None:
-    """A critic is in it (the default estimator is gae), and two processes."""
+    """A critic is in it (the default estimator is gae), and two processes; then two whole steps with both."""
     main(["selfcheck"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("model: none given (actor_rollout_ref.model.path); a tiny Qwen2")
     assert lines[1] == "longest row: 600 tokens; the sliding window has 256"
     assert lines[-1].startswith("largest relative difference") and lines[-1].endswith("passed")
-    passed = [line for line in lines if line.endswith("ok")]
+    parts = lines[: lines.index("")]
+    passed = [line for line in parts if line.endswith("ok")]
     assert len(passed) == 16 and sum("critic" in line for line in passed) == 3
     assert sum(line.startswith("2 processes") for line in passed) == 3
+    assert parts[-1].startswith("largest relative difference") and parts[-1].endswith("passed")
+    steps = [line for line in lines[len(parts) :] if line.endswith("ok")]
+    for name in ("actor", "critic"):
+        assert sum(f"{name}: change of every weight" in line for line in steps) == 2
 
 
 def test_a_difference_ends_with_status_1(
