@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.models import tiny_vision
 from verl_like.algorithms.objectives import PolicyObjective
 from verl_like.cli.main import main
 
@@ -53,3 +54,13 @@ def test_a_difference_ends_with_status_1(
         "plain model: a row of 256 tokens: gradient",
     }
     assert lines[-1].endswith("FAILED")
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_model_that_sees_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str], frozen: bool) -> None:
+    tiny_vision.save(tmp_path, "qwen3_vl")
+    keys = [f"actor_rollout_ref.model.path={tmp_path}", "algorithm.adv_estimator=grpo", "data.train_files=x.parquet"]
+    keys += ["actor_rollout_ref.rollout.n=2", f"actor_rollout_ref.actor.freeze_vision_tower={frozen}"]
+    main(["selfcheck", "--rows", "6", "--ranks", "1", *keys])
+    found = capsys.readouterr().out
+    assert "images, which the two whole steps have" in found and found.splitlines()[-1].endswith("passed")

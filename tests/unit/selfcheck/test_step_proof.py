@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.models import zoo
+from tests.unit.models import tiny_vision, zoo
 from verl_like.algorithms import experience, reward_shaping
 from verl_like.algorithms.objectives import PolicyObjective
 from verl_like.cluster.worker_group import WorkerError
@@ -24,7 +24,7 @@ from verl_like.kit.selfcheck.report import Finding, table
 from verl_like.kit.selfcheck.step_proof import compared, plain_step, prove_step, schedules
 from verl_like.kit.selfcheck.tiny import CHARACTERS, write_tiny_model
 from verl_like.kit.selfcheck.work import comparable
-from verl_like.models import lora
+from verl_like.models import lora, vision
 from verl_like.models.loading import load_tokenizer
 from verl_like.trainer import roles
 from verl_like.trainer.compose import compose
@@ -386,3 +386,21 @@ def test_no_false_alarm_of_a_family(model: str, tmp_path: Path, name: str, lora_
     findings, notes = prove_step(compose([*COMMON, "algorithm.adv_estimator=rloo", *own]), ranks=1)
     assert all(each.passed for each in findings) and len(findings) > 20, table(findings)
     assert any("experts and routers" in each for each in notes) == (lora_rank > 0 and name not in ("qwen3_5",))
+
+
+def with_plain_positions(patch: pytest.MonkeyPatch) -> None:
+    """Images as if they were text."""
+    patch.setattr(vision.VisionProcessor, "positions", lambda _, length, media: torch.arange(length).expand(3, -1))
+
+
+@pytest.mark.parametrize("fault", [None, with_plain_positions])
+def test_a_model_that_sees_is_proved_with_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], None] | None
+) -> None:
+    tiny_vision.save(tmp_path)
+    own = [f"actor_rollout_ref.model.path={tmp_path}", "data.max_prompt_length=64", f"{ROLLOUT}.n=2"]
+    if fault is not None:
+        fault(monkeypatch)
+    findings, notes = prove_step(compose([*COMMON, "algorithm.adv_estimator=grpo", *own]), ranks=1)
+    wrong = [each.name for each in findings if not each.passed]
+    assert notes == [] and (wrong == [] if fault is None else wrong[0] == "step 1: old log-probs"), table(findings)

@@ -186,6 +186,7 @@ class SelfCheck:
             model=dataclasses.replace(policy.model, use_remove_padding=packed, use_fused_kernels=fused),
             fsdp=dataclasses.replace(fsdp, sync_every_micro_batch=False) if reduce_once else fsdp,
             optim=OptimConfig(),
+            freeze_vision_tower=policy.actor.freeze_vision_tower,
         )
         sizes: dict[str, Any] = {"tokenizer_size": work.vocab_size, "seed": self.config.trainer.seed}
         engine, scale = FSDPEngine(role, process, num_schedule_steps=1, **sizes), reference_scale(settings)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from verl_like.batch import Sequences
 from verl_like.config import ModelConfig
+from verl_like.kit.selfcheck.pictures import PlainPictures
 from verl_like.kit.selfcheck.plain_adapters import PlainAdapters
 from verl_like.kit.selfcheck.plain_loss import PlainPolicyLoss, PlainValueLoss
 from verl_like.models import families
@@ -41,7 +42,8 @@ class PlainModel:
     """Full logits (or values) of one row at a time, with eager attention and no cache.
 
     reference_scale: with a reference for the exact KL, which has the same weights times this number.
-    adapters: of LoRA, added into the weights; the reference keeps the base's.
+    adapters: of LoRA, added into the weights; the reference keeps the base's. frozen_tower: images are seen, but what
+    sees them is not trained.
     """
 
     def __init__(
@@ -55,10 +57,12 @@ class PlainModel:
         reference_scale: float | None = None,
         temperature: float = TEMPERATURE,
         dtype: torch.dtype = torch.float32,
+        frozen_tower: bool = True,
     ) -> None:
         self.vocab_size, self.device, self.critic = vocab_size, torch.device(device), critic
         self.temperature, self.dtype = temperature, dtype
-        self.hf = _load(model, seed, critic=critic).to(self.device, dtype)
+        self.hf = _load(model, seed, critic=critic, frozen_tower=frozen_tower).to(self.device, dtype)
+        self.pictures = PlainPictures(model, self.hf.config) if families.sees(self.hf.config) else None
         self.reference: Any = None
         if reference_scale is not None:
             self.reference = copy.deepcopy(self.hf)
@@ -75,19 +79,22 @@ class PlainModel:
         if self.critic:
             hidden = self.hf.base_model(input_ids=tokens, use_cache=False).last_hidden_state[0, before]
             return {"values": (hidden @ self.hf.score.weight[0]).cpu()}
-        log_probs = self.distribution(self.hf, tokens)[before]
+        seen: dict[str, Tensor] = {}
+        if self.pictures is not None and rows.media is not None:
+            seen = self.pictures.of(tokens, rows.media[row], self.dtype)
+        log_probs = self.distribution(self.hf, tokens, **seen)[before]
         chosen = log_probs.gather(1, response[:, None].to(self.device))[:, 0]
         found = {"log_probs": chosen.cpu(), "entropy": -(log_probs.exp() * log_probs).sum(dim=-1).cpu()}
         found["sum_pi_squared"] = (2 * log_probs).exp().sum(dim=-1).cpu()
         if self.reference is None:
             return found
         with torch.no_grad():
-            other = self.distribution(self.reference, tokens)[before]
+            other = self.distribution(self.reference, tokens, **seen)[before]
         return found | {"full_kl": (log_probs.exp() * (log_probs - other)).sum(dim=-1).cpu()}
 
-    def distribution(self, hf: Any, tokens: Tensor) -> Tensor:
-        """Log-probs of all ids that the tokenizer knows, after each token: [L, V]."""
-        logits = hf(input_ids=tokens, use_cache=False).logits[0, :, : self.vocab_size].to(self.dtype)
+    def distribution(self, hf: Any, tokens: Tensor, **seen: Tensor) -> Tensor:
+        """Log-probs of all ids that the tokenizer knows, after each token: [L, V]. seen: of images."""
+        logits = hf(input_ids=tokens, use_cache=False, **seen).logits[0, :, : self.vocab_size].to(self.dtype)
         return (logits / self.temperature).log_softmax(dim=-1)
 
     def column(self, rows: Sequences, name: str) -> Tensor:
@@ -140,7 +147,7 @@ def scale_weights(model: nn.Module, factor: float) -> None:
         weight.mul_(factor)
 
 
-def _load(model: ModelConfig, seed: int, *, critic: bool) -> Any:
+def _load(model: ModelConfig, seed: int, *, critic: bool, frozen_tower: bool) -> Any:
     """The weights that the engine starts from: the folder's, or random ones from the same seed."""
     hf_config, path = load_hf_config(model), str(Path(model.path).expanduser())
     kind: Any = families.model_class(hf_config)
@@ -153,8 +160,9 @@ def _load(model: ModelConfig, seed: int, *, critic: bool) -> Any:
             hf = kind.from_config(hf_config, **settings)
         if critic:
             attach_value_head(hf, _stored_head(Path(path)))
-    for part in families.parts_beside_text(hf).values():
-        part.requires_grad_(False)
+    if frozen_tower or not families.sees(hf_config):
+        for part in families.parts_beside_text(hf).values():
+            part.requires_grad_(False)
     for own in (hf.config, hf.config.get_text_config()):
         own._experts_implementation = "eager"  # one expert after the other; the grouped product knows no float64
     return hf.eval()

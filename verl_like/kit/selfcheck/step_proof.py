@@ -22,13 +22,14 @@ from verl_like.engine.optim import Schedule
 from verl_like.kit.forecast.machine import available_memory
 from verl_like.kit.selfcheck.driver import old_log_probs_of
 from verl_like.kit.selfcheck.material import MISMATCH
+from verl_like.kit.selfcheck.pictures import text_alone, with_pictures
 from verl_like.kit.selfcheck.plain import PlainModel, pieces
 from verl_like.kit.selfcheck.plain_adapters import unchecked_adapters, with_noise
 from verl_like.kit.selfcheck.plain_step import PlainOptimizer, PlainRecord, PlainRole, PlainStep
 from verl_like.kit.selfcheck.real_step import RealStep, real_steps, small
 from verl_like.kit.selfcheck.report import Finding, table
 from verl_like.kit.selfcheck.work import comparable, longest_row, with_first_layers
-from verl_like.models.families import refuse_vision, state_of
+from verl_like.models.families import sees, state_of
 from verl_like.models.loading import load_hf_config, load_tokenizer
 
 _BYTES = 64  # of a weight: the plain step's float64 with moments and copies, the run's float32 and what is gathered
@@ -48,7 +49,6 @@ def prove_step(config: PPOConfig, *, ranks: int) -> tuple[list[Finding], list[st
     LoRA begins with adapters of noise. The first line that differs names the place. Memory: about _BYTES a weight.
     """
     hf_config = load_hf_config(config.actor_rollout_ref.model)
-    refuse_vision(hf_config, "a proof of whole steps (trainer.prove_step)", "prove a text model")
     rates = [*schedules(config)]
     config, notes = with_first_layers(config, _BYTES, available_memory())
     notes += ["not checked: algorithm.use_pf_ppo, which is off in the proof"] if config.algorithm.use_pf_ppo else []
@@ -116,10 +116,11 @@ def plain_step(config: PPOConfig, vocab_size: int) -> PlainStep:
     in_loss = policy.actor.use_kl_loss and policy.actor.kl_loss_type == FULL_KL_KIND
     full_kl = in_loss or (algorithm.use_kl_in_reward and algorithm.kl_penalty == FULL_KL_KIND)
     reference = None
-    actor = model(policy.model, reference_scale=1.0 if full_kl else None)
+    frozen = policy.actor.freeze_vision_tower
+    actor = model(policy.model, reference_scale=1.0 if full_kl else None, frozen_tower=frozen)
     if REF in roles:
         reference = model(dataclasses.replace(roles[REF].model, lora_rank=0, lora_adapter_path=None))
-    rollouts, scores = frozen_rollouts(config, vocab_size)
+    rollouts, scores, left_out = frozen_rollouts(config, vocab_size)
     log_probs_BR = actor.column(rollouts, "log_probs")
     generator = torch.Generator().manual_seed(1)
     gap_B1 = torch.tensor([MISMATCH[row % 3] for row in range(len(rollouts))])[:, None]
@@ -136,19 +137,22 @@ def plain_step(config: PPOConfig, vocab_size: int) -> PlainStep:
         if needs_critic(critic, config.algorithm)
         else None,
         reference=reference,
+        notes=left_out,
     )
 
 
-def frozen_rollouts(config: PPOConfig, vocab_size: int) -> tuple[Rollouts, Scores]:
+def frozen_rollouts(config: PPOConfig, vocab_size: int) -> tuple[Rollouts, Scores, list[str]]:
     """Rows of every prompt of a batch, of the lengths that data.* allows, with what a step has to treat in its own way.
 
-    Text that was not sampled, cut-off responses, a row without a reward, ties, and one row as long as the run's.
+    Text that was not sampled, cut-off responses, a row without a reward, ties, images where the model sees, and one row
+    as long as the run's. With them what has no row.
     """
+    hf_config = load_hf_config(config.actor_rollout_ref.model)
     n, prompts = config.actor_rollout_ref.rollout.n, config.data.train_batch_size
     generator, most = torch.Generator().manual_seed(7), config.data
     longest = min(
         most.max_prompt_length + most.max_response_length,
-        longest_row(load_hf_config(config.actor_rollout_ref.model))[0],
+        longest_row(hf_config)[0],
     )
     long_response = max(1, min(most.max_response_length, longest - 2))
 
@@ -156,10 +160,15 @@ def frozen_rollouts(config: PPOConfig, vocab_size: int) -> tuple[Rollouts, Score
         return torch.randint(min(low, high), high + 1, (prompts * n,), generator=generator).tolist()
 
     def tokens(size: int) -> list[int]:
-        return torch.randint(vocab_size, (size,), generator=generator).tolist()
+        drawn = torch.randint(vocab_size, (size,), generator=generator).tolist()
+        return text_alone(hf_config, drawn, vocab_size) if sees(hf_config) else drawn
 
     of_prompt = [tokens(size) for size in lengths(2, min(11, most.max_prompt_length))[:prompts]]
     of_prompt[0] = tokens(max(1, min(most.max_prompt_length, longest - long_response)))
+    media, left_out = None, ""
+    if sees(hf_config):
+        folder, model = Path(str(config.trainer.log_dir)), config.actor_rollout_ref.model
+        of_prompt, media, left_out = with_pictures(model, hf_config, of_prompt, most.max_prompt_length, folder)
     responses = lengths(3, min(28, most.max_response_length))
     responses[0] = long_response
     rows = range(prompts * n)
@@ -189,6 +198,7 @@ def frozen_rollouts(config: PPOConfig, vocab_size: int) -> tuple[Rollouts, Score
         response_ids_BR=response_ids_BR,
         response_length_B=length_B,
         response_mask_BR=mask_BR,
+        media=None if media is None else [media[row // n] for row in rows],
         group_B=torch.arange(len(rows)) // n,
         episode_B=episode_B,
         step_BR=step_BR if config.algorithm.estimator.turns else None,
@@ -207,7 +217,7 @@ def frozen_rollouts(config: PPOConfig, vocab_size: int) -> tuple[Rollouts, Score
         failures=[None] * len(rows),
         baseline_B=torch.rand(prompts, generator=generator).repeat_interleave(n),
     )
-    return rollouts, scores
+    return rollouts, scores, [left_out] if left_out else []
 
 
 def compared(plain: PlainRecord, real: RealStep, mask_BR: Tensor) -> Iterator[Finding]:

@@ -28,7 +28,7 @@ from verl_like.kit.selfcheck.material import (
 from verl_like.kit.selfcheck.plain import Measured, PlainModel
 from verl_like.kit.selfcheck.plain_adapters import outline, unchecked_adapters
 from verl_like.kit.selfcheck.plain_loss import OWN_LOSSES, PlainPolicyLoss, PlainValueLoss
-from verl_like.models.families import refuse_vision
+from verl_like.models.families import sees
 from verl_like.models.loading import load_hf_config, load_tokenizer
 
 LONG_ROW = 600  # [tokens] longer than the attention's blocks (64) and than the rows it takes by products (512)
@@ -67,7 +67,6 @@ def prepare(config: PPOConfig, *, num_rows: int, ranks: int) -> Work:
     model, data, old = config.actor_rollout_ref.model, config.data, old_log_probs_of(config)
     vocab_size = len(load_tokenizer(data.tokenizer or model.path, model.trust_remote_code))
     hf_config = load_hf_config(model)
-    refuse_vision(hf_config, "verl-like selfcheck", "check a text model")
     longest, about_rows = longest_row(hf_config)
     key = config.actor_rollout_ref.actor.sample_weight.difficulty_key
     short = random_rollouts(short_lengths(num_rows), vocab_size, difficulty_key=key)
@@ -78,7 +77,8 @@ def prepare(config: PPOConfig, *, num_rows: int, ranks: int) -> Work:
         seed=config.trainer.seed,
         device="cuda" if torch.cuda.is_available() else "cpu",
     )
-    plain = build(model, reference_scale=reference_scale(config))
+    frozen = config.actor_rollout_ref.actor.freeze_vision_tower
+    plain = build(model, reference_scale=reference_scale(config), frozen_tower=frozen)
     given: OldLogProbs = "given" if old == "own" else old
     policy = [
         policy_case(config, plain, short, given, name="", ranks=ranks),
@@ -91,6 +91,8 @@ def prepare(config: PPOConfig, *, num_rows: int, ranks: int) -> Work:
     if needs_critic(config.critic, config.algorithm):
         critic = critic_case(config, build(config.critic.model, critic=True), short, given)
     notes = [about_rows, about_objective(config), *left_out(config)]
+    if sees(hf_config):
+        notes.append("not checked in this part: images, which the two whole steps have")
     return Work(policy=policy, critic=critic, notes=notes, vocab_size=vocab_size)
 
 
@@ -213,7 +215,7 @@ def with_first_layers(config: PPOConfig, bytes_each: int, memory: int) -> tuple[
     count = _num_weights(policy.model)
     if count * bytes_each <= memory // 2:
         return config, []
-    if text.num_hidden_layers <= _FIRST:
+    if text.num_hidden_layers <= _FIRST or "num_hidden_layers" not in load_hf_config(policy.model):
         _refuse_large(count, bytes_each, memory)
         return config, []
     fewer: dict[str, Any] = {"num_hidden_layers": _FIRST}
