@@ -14,6 +14,7 @@ setting the first counts; of verl's rows without keys, about values, all do.
   dictionary; `fn NAME`, a function of spellings.py or kit/coming_from/*.py; nothing: as it is. Before it, `if NAME;` or
   `if not NAME;`: where that setting (of verl's: in that section) is on, or off. `kept`: the name is a key of ours too
   and may be set: without effect (`=`), except for these values (`= a, b`), or instead of a better one.
+  `instead`: the note tells what is done in place of what is asked.
 - default: the value there where it is not ours, so that a file which leaves it out keeps its meaning.
 """
 
@@ -53,6 +54,7 @@ class Row:
     values: tuple[Any, ...]  # behind NOTHING or MISSING; (): all
     conditions: tuple[str, ...]
     kept: bool
+    instead: bool
     rule: str
     default: Any  # ... (Ellipsis): none
     note: str
@@ -152,7 +154,8 @@ def table(project: str) -> tuple[Row, ...]:
                 values=tuple(map(value_of, values.split(", ") if values else ())),
                 conditions=tuple(part[3:] for part in parts if part.startswith("if ")),
                 kept="kept" in parts,
-                rule="" if parts[-1] == "kept" or parts[-1].startswith("if ") else parts[-1],
+                instead="instead" in parts,
+                rule="" if parts[-1] in ("kept", "instead") or parts[-1].startswith("if ") else parts[-1],
                 default=value_of(default) if default else ...,
                 note=note,
             )

@@ -35,19 +35,22 @@ def canonical(changes: list[Change]) -> tuple[list[Change], list[str]]:
     warnings: list[str] = []
     if any(row.rule == "fn correction" for each in changes for row, _ in rows_of(VERL, each.key)):
         changes, warnings = correction_spellings(changes)
+    changes, told = _one_split(changes)
+    warnings += told
     for change in changes:
         change = _followed(change)
         if change is None:
             continue
-        why = _left_out(change)
-        if why is not None:
-            warnings.append(f"{change.key} has no effect: {why}")
+        left_out = _left_out(change)
+        if left_out is not None:
+            warnings.append(left_out)
             continue
-        several = _several(change)
+        several, note = _several(change)
         if several:
             result += several
             meant = ", ".join(f"{new.key}={new.value}" for new in several)
-            warnings.append(f"{change.key}={change.value} is another spelling of {meant}")
+            becomes = f"becomes {meant}: {note}" if note else f"is another spelling of {meant}"
+            warnings.append(f"{change.key}={change.value} {becomes}")
             continue
         key = renamed(change.key)
         if key != change.key:
@@ -92,18 +95,59 @@ def renamed(key: str) -> str:
     return key if found is None else renamed(found)
 
 
+_MEGATRON = re.compile(r"(actor_rollout_ref\.(?:actor|ref)|critic|reward_model)\.megatron\.(\w+)")
+
+
+def _one_split(changes: list[Change]) -> tuple[list[Change], list[str]]:
+    """Leave out Megatron's tensor parallelism where a role has context or expert parallelism too; one line for each.
+
+    A row's tokens are split once here, and experts are not split by columns: FSDP shards over those processes instead.
+    """
+    given = {match.groups(): each.value for each in changes if (match := _MEGATRON.fullmatch(each.key))}
+    result, told = list[Change](), list[str]()
+    for change in changes:
+        match = _MEGATRON.fullmatch(change.key)
+        role, name = match.groups() if match else ("", "")
+        followed = role.replace(".ref", ".actor")  # by the reference, in what it does not say itself
+        others = [
+            f"{other}={size}"
+            for other in ("context_parallel_size", "expert_model_parallel_size")
+            if _above_1(size := given.get((role, other), given.get((followed, other))))
+        ]
+        if name != "tensor_model_parallel_size" or not others or not _above_1(change.value):
+            result.append(change)
+            continue
+        why = f"beside {others[0]} FSDP shards the weights over these processes instead; same numbers"
+        told.append(f"{change.key}={change.value}: {why}")
+        result.append(Change(renamed(change.key), 1))
+    return result, told
+
+
+def _above_1(size: Any) -> bool:
+    return isinstance(size, int) and size > 1
+
+
 def _left_out(change: Change) -> str | None:
-    """Reason why a setting is left out; None where it is kept."""
+    """Line that tells why a setting is left out; None where it is kept."""
+    why = _reason(change)
+    if why is None or why[1]:
+        return why and f"{change.key}={change.value}: {why[0]}"
+    return f"{change.key} has no effect: {why[0]}"
+
+
+def _reason(change: Change) -> tuple[str, bool] | None:
+    """Reason why a setting is left out, and whether it tells what is done instead; None where it is kept."""
     if change.value == "???":
-        return "??? is what YAML writes for a value that was not given"
+        return "??? is what YAML writes for a value that was not given", False
     key: str | None = change.key
     while key is not None:
         spelling, key = key, None
         for row, match in rows_of(VERL, spelling, change.value):
             if row.kind == NOTHING and _says_nothing(row, spelling, change.value):
-                return row.note or f"{change.value} is what is done anyway"
+                return row.note or f"{change.value} is what is done anyway", row.instead
             if row.kind == MISSING and not row.values:
-                return _off(row, match, change.value)
+                off = _off(row, match, change.value)
+                return None if off is None else (off, False)
             if row.renames:
                 key = match.expand(row.keys[0])
                 break
@@ -127,15 +171,15 @@ def _off(row: Row, match: re.Match[str], value: Any) -> str | None:
     return f"it belongs to {section}.{row.conditions[0]}, which is off, and not available yet ({row.note})"
 
 
-def _several(change: Change) -> list[Change]:
-    """The settings that stand for one; none where the value is an ordinary one."""
+def _several(change: Change) -> tuple[list[Change], str]:
+    """The settings that stand for one, and what is to be said of that; none where the value is an ordinary one."""
     for row, match in rows_of(VERL, change.key, change.value):
         if row.rule == "not":
-            return [Change(match.expand(row.keys[0]), not change.value)]
+            return [Change(match.expand(row.keys[0]), not change.value)], ""
         if row.keys and "=" in row.keys[0] and not row.rule:
             pairs = (match.expand(key).partition("=") for key in row.keys)
-            return [Change(key, value_of(value)) for key, _, value in pairs]
-    return []
+            return [Change(key, value_of(value)) for key, _, value in pairs], row.note
+    return [], ""
 
 
 def _converted(key: str, value: Any) -> Any:
@@ -157,10 +201,18 @@ def _translated(pairs: Mapping[str, str], value: Any) -> Any:
 
 # Function of a row about values -> what it does
 CONVERSIONS: dict[str, Callable[[Any], Any]] = {
+    "model_config": lambda value: _taken_apart(value) if isinstance(value, dict) else value,
     "listed": lambda value: [value] if isinstance(value, str) else value,
     "no_section": lambda value: False if isinstance(value, dict) else value,
     "number": lambda value: int(value) if isinstance(value, str) and value.isdecimal() else value,
 }
+
+
+def _taken_apart(override: dict[str, Any]) -> dict[str, Any]:
+    """An override_config without verl's sections: their settings, except those that ask for what is done anyway."""
+    plain = {name: value for name, value in override.items() if name not in ("model_config", "moe_config")}
+    frozen = {name: value for name, value in (override.get("moe_config") or {}).items() if value}
+    return plain | (override.get("model_config") or {}) | frozen
 
 
 def rest_of(key: str) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ from verl_like.config.errors import ConfigError
 from verl_like.config.parser import Parser
 from verl_like.gc_settings import starting
 from verl_like.observe.logs import told_in_a_line
-from verl_like.trainer.compose import CONFIG_NAME, checked, compose, compose_tree, to_config, with_suffix, yaml_path
+from verl_like.trainer.compose import ENTRIES, checked, compose, compose_tree, to_config, with_suffix, yaml_path
 
 logger = logging.getLogger(__name__)
 
@@ -81,9 +81,9 @@ def user_files(arguments: argparse.Namespace) -> list[Path]:
         names = f"{folder.parent} --config-name={folder.stem}" if folder.suffix else f"{folder} --config-name=NAME"
         raise ConfigError([f"--config-path={folder} without --config-name: give --config-path={names}"])
     path = with_suffix(Path(arguments.config_path or "config").expanduser() / name)
-    if path.stem == CONFIG_NAME and path.parent.name == "config" and not path.is_file():
+    if path.stem in ENTRIES and path.parent.name == "config" and not path.is_file():
         return []  # verl's own entry config, in the folder where its scripts name it
-    backend = re.fullmatch("ppo_(megatron|veomni|torchtitan)_trainer", path.stem)
+    backend = re.fullmatch("ppo_(veomni|torchtitan)_trainer", path.stem)
     if backend and not path.is_file():
         text = f"--config-name={name}: training by {backend[1]} is not available; leave it out, with the keys of that"
         raise ConfigError([f"{text} backend: FSDP trains here (actor.strategy=fsdp2)"])

@@ -48,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 CONFIG_DIR = Path(__file__).resolve().parent / "config"
 CONFIG_NAME = "ppo_trainer"
+ENTRIES = (CONFIG_NAME, "ppo_megatron_trainer")  # verl's own files, whose keys have the defaults of ours
 # Groups that can be chosen on the command line (`rollout=hf`), with the section each one fills.
 GROUPS = {
     "actor": "actor_rollout_ref.actor",
@@ -330,7 +331,7 @@ def _read_yaml(path: Path, settings: Settings, within: tuple[Path, ...] = ()) ->
             before = False
         elif isinstance(entry, dict):
             settings.groups += [_group_override(str(group), None, str(choice)) for group, choice in entry.items()]
-        elif entry not in (CONFIG_NAME, "ppo_schema"):
+        elif entry not in (*ENTRIES, "ppo_schema"):
             named = with_suffix(path.parent / entry)
             if named in (path, *within):
                 raise ConfigError([f"config file {path}: defaults={defaults}: {entry} names itself; leave it out"])

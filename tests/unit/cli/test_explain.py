@@ -67,8 +67,8 @@ def test_a_key_as_it_stands_on_a_command_line(capsys: pytest.CaptureFixture[str]
         assert capsys.readouterr().out.splitlines()[0].split() == ["key", "trainer.seed"]
     assert "(false: Dr. GRPO)" in dict(explain("algorithm"))["algorithm.norm_adv_by_std_in_grpo"]
     strategy = dict(explain("actor_rollout_ref.actor.strategy"))
-    assert strategy["type"] == "one of fsdp2 (megatron: not available yet, use fsdp2)"
-    assert strategy["effect here"] == "none: nothing reads it"
+    assert strategy["type"] == "one of fsdp2, megatron"
+    assert strategy["effect here"].startswith("none: FSDP2 shards every model")
 
 
 def test_every_other_name_of_verls_leads_there() -> None:

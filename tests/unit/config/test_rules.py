@@ -264,7 +264,6 @@ def test_every_row_names_real_keys():
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        (f"{A}.strategy=megatron", f"{A}.strategy=megatron: not available yet; use fsdp2"),
         (f"{R}.val_kwargs.min_tokens=999", f"min_tokens=999 with {R}.val_kwargs.max_tokens=None and"),
         (f"+{R}.trace.backend=weave", f"{R}.trace.backend=weave: not available yet (traces in weave, MLflow or"),
         (f"{R}.multi_turn.enable=True", f"{R}.multi_turn.tool_config_path=None and"),

@@ -5,7 +5,8 @@ import pytest
 from verl_like.config.schema import find_key, suggest
 from verl_like.config.spellings import Change, canonical, newer_than_here
 
-A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+F = f"{A}.fsdp_config"
 
 
 @pytest.mark.parametrize(
@@ -23,6 +24,14 @@ A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
         (f"{A}.fsdp_config.tensor_model_parallel_size", f"{A}.fsdp_config.tensor_parallel_size"),
         (f"{A}.fsdp_config.mixed_precision.param_dtype", f"{A}.fsdp_config.dtype"),
         ("actor_rollout_ref.model.lora.rank", "actor_rollout_ref.model.lora_rank"),
+        ("reward_model.megatron.tensor_model_parallel_size", "reward_model.model.fsdp_config.tensor_parallel_size"),
+        (
+            "actor_rollout_ref.ref.megatron.context_parallel_size",
+            "actor_rollout_ref.ref.ulysses_sequence_parallel_size",
+        ),
+        ("critic.megatron.optimizer_offload", "critic.model.fsdp_config.optimizer_offload"),
+        (f"{A}.optim.override_optimizer_config.optimizer_cpu_offload", f"{F}.optimizer_offload"),
+        (f"{M}.override_config.model_config.rope_theta", f"{M}.override_config.rope_theta"),
         ("critic.model.lora.target_modules", "critic.model.target_modules"),
         (f"{A}.use_remove_padding", "actor_rollout_ref.model.use_remove_padding"),
         (f"{A}.use_prefix_grouper", "actor_rollout_ref.model.share_prompts"),
@@ -165,6 +174,14 @@ def test_dropped_keys_say_why():
         ("actor_rollout_ref.ref.router_replay.mode", "disabled"),
         ("distillation.distillation_loss.use_chunked_topk", True),
         ("reward_model.rollout.dtype", None),
+        # from its ppo_megatron_trainer.yaml, at its defaults
+        (f"{A}.megatron.override_transformer_config.recompute_granularity", None),
+        (f"{A}.megatron.override_ddp_config.overlap_grad_reduce", True),
+        ("reward_model.megatron.pipeline_model_parallel_size", 1),
+        ("actor_rollout_ref.ref.megatron.override_transformer_config", {}),
+        (f"{A}.optim.lr_decay_steps", None),
+        (f"{R}.layer_name_map.qkv_layer_name", "qkv"),
+        ("critic.load_weight", True),
         (f"{A}.pad_to_length", False),
         (f"{A}.fsdp_config.pad_to_length", "${oc.select:actor_rollout_ref.actor.pad_to_length,False}"),
     ],
@@ -184,6 +201,10 @@ def test_what_asks_for_nothing_else_is_dropped_with_a_warning(key, value):
         ("skip.rollout.steps", [1]),
         ("actor_rollout_ref.model.lora.dropout", 1.0),
         (f"{A}.pad_to_length", True),
+        (f"{F}.pipeline_parallel_size", 4),  # asked for by name, as no Megatron script does
+        (f"{A}.megatron.override_transformer_config.moe_aux_loss_coeff", 0.01),
+        (f"{A}.megatron.override_transformer_config.num_moe_experts", 4),
+        (f"{A}.optim.min_lr", 1e-7),
     ],
 )
 def test_what_asks_for_something_else_stays_and_is_refused(key, value):
@@ -211,8 +232,37 @@ def test_what_follows_another_key_follows_its_name_of_today(key, value, found):
     assert canonical([Change(key, value)])[0] == ([] if found is None else [found])
 
 
-F = f"{A}.fsdp_config"
-M = "actor_rollout_ref.model"
+def test_what_megatron_splits_otherwise_is_sharded_by_fsdp_with_a_line_that_says_so():
+    mega, ref = f"{A}.megatron", "actor_rollout_ref.ref.megatron"
+    asked = {
+        f"{mega}.pipeline_model_parallel_size": 4,
+        f"{mega}.tensor_model_parallel_size": 2,
+        f"{mega}.context_parallel_size": 2,
+        f"{ref}.tensor_model_parallel_size": 2,  # whose context size is the actor's
+        "critic.megatron.tensor_model_parallel_size": 2,
+    }
+    changes, lines = canonical([Change(key, value) for key, value in asked.items()])
+    assert {change.key: change.value for change in changes} == {
+        f"{F}.tensor_parallel_size": 1,
+        f"{A}.ulysses_sequence_parallel_size": 2,
+        "actor_rollout_ref.ref.fsdp_config.tensor_parallel_size": 1,
+        "critic.model.fsdp_config.tensor_parallel_size": 2,
+    }
+    loud = [line for line in lines if line.endswith("same numbers")]
+    assert [line.partition(": ")[0] for line in loud] == [
+        f"{mega}.tensor_model_parallel_size=2",
+        f"{ref}.tensor_model_parallel_size=2",
+        f"{mega}.pipeline_model_parallel_size=4",
+    ]
+    assert "FSDP shards the weights over these processes" in loud[0] and "context_parallel_size=2" in loud[0]
+
+
+def test_verls_sections_of_an_override_are_taken_apart():
+    key = "actor_rollout_ref.model.override_config"
+    given = {"model_config": {"max_position_embeddings": 9}, "moe_config": {"freeze_moe_router": False}}
+    assert canonical([Change(key, given)])[0] == [Change(key, {"max_position_embeddings": 9})]
+    kept = canonical([Change(key, {"moe_config": {"freeze_moe_router": True}})])[0]
+    assert kept == [Change(key, {"freeze_moe_router": True})]  # which no model has: refused at the start
 
 
 @pytest.mark.parametrize(
@@ -225,6 +275,9 @@ M = "actor_rollout_ref.model"
         (Change("critic.strategy", "deepspeed_zero3"),
          [Change("critic.strategy", "fsdp2"), Change("critic.model.fsdp_config.reshard_after_forward", True)]),
         (Change(f"{A}.strategy", "fsdp"), [Change(f"{A}.strategy", "fsdp2")]),
+        (Change(f"{A}.optim.lr_decay_style", "cosine"), [Change(f"{A}.optim.warmup_style", "cosine")]),
+        (Change(f"{A}.megatron.override_transformer_config.recompute_granularity", "selective"),
+         [Change(f"{M}.enable_gradient_checkpointing", True), Change(f"{M}.recompute_granularity", "selective")]),
         (Change("reward_model.strategy", "fsdp"), [Change("reward_model.strategy", "fsdp2")]),
         (Change(f"{A}.strategy", "fsdp2_train"), [Change(f"{A}.strategy", "fsdp2")]),
         (Change(f"{M}.disable_gradient_checkpointing", True), [Change(f"{M}.enable_gradient_checkpointing", False)]),

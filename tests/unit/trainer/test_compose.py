@@ -175,9 +175,9 @@ def test_an_unset_variable_is_null_where_a_text_may_be_missing() -> None:
     assert warnings == ["trainer.rollout_data_dir= is empty (a shell variable that is not set?): it counts as null"]
 
 
-@pytest.mark.parametrize("name", ["ppo_megatron_trainer", "ppo_veomni_trainer.yaml"])
+@pytest.mark.parametrize("name", ["ppo_torchtitan_trainer", "ppo_veomni_trainer.yaml"])
 def test_verls_other_trainers_are_refused_by_name(name: str) -> None:
-    with pytest.raises(SystemExit, match=f"--config-name={name}: training by (megatron|veomni) is not available"):
+    with pytest.raises(SystemExit, match=f"--config-name={name}: training by (torchtitan|veomni) is not available"):
         run_main(lambda config: None, ["--config-path=config", f"--config-name={name}"])
 
 

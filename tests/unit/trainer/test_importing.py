@@ -402,6 +402,34 @@ def test_batches_of_colossal_are_counted_in_prompts_of_a_step() -> None:
     assert odd.settings["data.train_batch_size"] == odd.settings["actor_rollout_ref.actor.ppo_mini_batch_size"] == 8
 
 
+def test_the_readmes_tensor_and_pipeline_parallel_run_of_colossal() -> None:
+    """Its plugin_config on 16 trainers: 2 groups read rows there, 4 here, where FSDP takes the pipeline's place."""
+    inside = ("tp_size=4", "pp_size=2", "microbatch_size=2", "zero_stage=1", "max_norm=0.5")
+    done = colossal("-m model -t 16 -i 16 -tbs 8 -ibs 1 -imbs 1 -g 8 -tmbs 4", *inside)
+    config, _ = compose_with_warnings(done.overrides())
+    actor = BatchPlan.build(config, 16).roles["actor"]
+    assert (actor.config.tensor, actor.data_parallel_size, actor.mini_batch_prompts) == (4, 4, 16)
+    assert actor.config.grad_clip == 0.5 and not actor.config.fsdp.reshard_after_forward
+    assert "FSDP shards" in next(item.note for item in done.of(NOTHING) if item.name == "pipeline_parallel_size")
+
+
+def test_megatron_sizes_of_rolls_beside_each_other(tmp_path: Path) -> None:
+    config = "strategy_args__strategy_config"
+    sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 4}
+    flags = {"sequence_parallel": True, "overlap_grad_reduce": True, "moe_token_dispatcher_type": "alltoall"}
+    given = {f"actor_train__{config}__{name}": value for name, value in (sizes | flags).items()}
+    done = roll(tmp_path, actor_train__strategy_args__strategy_name="megatron_train", use_kl_loss=True, **given,
+                reference__strategy_args__strategy_config__tensor_model_parallel_size=2)  # fmt: skip
+    assert done.settings["actor_rollout_ref.ref.fsdp_config.tensor_parallel_size"] == 2
+    assert "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size" not in done.settings
+    names = [f"actor_train.strategy_args.strategy_config.{name}" for name in sizes | flags]
+    notes = {item.name: item.note for item in done.of(NOTHING)}
+    assert [name for name in names if name not in notes] == [] and not any(
+        "strategy" in item.name for item in done.of(REFUSED)
+    )
+    assert "expert_model_parallel_size" in notes[names[0]] and "same numbers" in notes[names[1]]
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [

@@ -123,6 +123,40 @@ def test_scripts_for_sglang_compose(shared_data: Path, tmp_path: Path, monkeypat
     assert served == ["recipe/fapo/run_fapo_32b.sh", "recipe/fapo/run_fapo_7b.sh", "recipe/fapo/run_fapo_32b.sh"]
 
 
+# What no mesh can stand in for.
+NOT_MEGATRON = {
+    "examples/mtp_trainer/test_dapo_mimo_7b_with_mtp_math_megatron.sh": "mtp.enable=True: not available yet",
+    "examples/router_replay/run_qwen30_a3b_megatron_sglang.sh": "router_replay.mode=R3: not available yet",
+    "examples/router_replay/run_qwen30_a3b_megatron_vllm.sh": "router_replay.mode=R2: not available yet",
+}
+
+
+def test_scripts_for_megatron_compose_with_the_sizes_of_one_mesh(shared_data: Path, tmp_path: Path) -> None:
+    """All 21 of January 2026, with what their recording has put in: $@ at the end, $1 as the engine, an empty path."""
+    entry = {"defaults": ["ppo_megatron_trainer", "_self_"], "actor_rollout_ref": {"rollout": {"name": "sglang"}}}
+    for name in ("gsm8k_multiturn_megatron_grpo", "geo3k_multiturn_megatron_grpo"):
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(entry))
+    lines = (shared_data / "verl_commands_2026.jsonl").read_text().splitlines()
+    found: dict[str, Outcome] = {}
+    for command in (json.loads(line) for line in lines if '"megatron"' in line):
+        plain = {"actor_rollout_ref.rollout.name=8": "actor_rollout_ref.rollout.name=vllm"}
+        plain |= {f"{model}.path=": f"{model}.path=/m" for model in ("actor_rollout_ref.model", "critic.model")}
+        argv = [plain.get(text, text) for text in command["argv"] if "=" in text]
+        argv = argv if any("n_gpus_per_node" in text for text in argv) else [*argv, "trainer.n_gpus_per_node=8"]
+        argv = [f"--config-path={tmp_path}" if text.startswith("--config-path=/") else text for text in argv]
+        found[command["script"]] = outcome({**command, "argv": argv})
+    assert len(found) == 21 and {name for name, each in found.items() if each.plan is None} == NOT_MEGATRON.keys()
+    assert all(NOT_MEGATRON[name] in found[name].error for name in NOT_MEGATRON)
+    sizes = {}
+    for name, each in found.items():
+        if each.plan is not None:
+            actor = each.plan.roles["actor"]
+            sizes[Path(name).stem] = (actor.config.tensor, actor.config.ulysses, actor.data_parallel_size)
+    assert sizes["run_qwen2-7b_math_megatron"] == (2, 1, 4)  # 8 GPUs, a pipeline of 2: FSDP has twice the rows at once
+    assert sizes["run_qwen3_vl-8b-megatron"] == (1, 2, 4)  # with context parallelism, tensor parallelism is FSDP's too
+    assert sizes["run_moonlight16b_a3b_gsm8k_megatron"] == (1, 1, 32)  # and with experts that are spread
+
+
 @pytest.mark.parametrize(
     ("prefix", "switch", "rule"),
     [

@@ -281,6 +281,17 @@ class RollFile(Foreign):
         changes, _ = canonical([Change(f"{role}.strategy", value)])
         return {change.key: change.value for change in changes}
 
+    def rule_tensor(self, name: str, value: Any, keys: list[str]) -> Outcome | dict[str, Any]:
+        others = (
+            f"{name.rpartition('.')[0]}.{other}" for other in ("context_parallel_size", "expert_model_parallel_size")
+        )
+        beside = next((other for other in others if (self(other, 1) or 1) > 1), None)
+        if beside is None or value == 1:
+            return {keys[0]: value}
+        return Outcome(
+            NOTHING, note=f"beside {beside} FSDP shards the weights over these processes instead; same numbers"
+        )
+
     def rule_recompute(self, name: str, value: Any, keys: list[str]) -> dict[str, Any]:
         return {keys[1]: False} if value is None else {keys[0]: value, keys[1]: True}
 
