@@ -68,6 +68,7 @@ class BatchPlan:
     """Sizes of one training step, of each role of the run, and of the pools of processes that host them."""
 
     pools: tuple[Pool, ...]  # the main one first
+    samples: bool  # False where the data hold the answers
     roles: dict[str, RolePlan]
     prompts_per_step: int
     prompts_per_draw: int
@@ -116,6 +117,7 @@ class BatchPlan:
         raise_if_any(list(dict.fromkeys(problems)))
         return cls(
             pools=pools,
+            samples=config.trainer.objective == "rl",
             roles=roles,
             prompts_per_step=prompts,
             prompts_per_draw=draw,
@@ -171,6 +173,8 @@ class BatchPlan:
             ("actor micro-batch", str(actor.update)),
             ("old log-probs", _OLD_LOG_PROBS_TEXT[self.old_log_probs]),
         ]
+        if not self.samples:
+            rows = [row for row in rows if row[0] not in ("rollout", "old log-probs")]
         if self.old_log_probs == OldLogProbs.recompute:
             rows.append(("log-prob micro-batch", str(actor.forward)))
         if REF in self.roles:

@@ -135,10 +135,8 @@ class DataConfig(ConfigNode):
     """Background processes that load and tokenise."""
     filter_overlong_prompts: bool = False
     """Drop prompts longer than max_prompt_length when loading."""
-    filter_overlong_prompts_workers: int = key(
-        1, at_least(1), unit="processes", idle="filter_overlong_prompts is false"
-    )
-    """Processes that measure prompt lengths for the filter."""
+    filter_overlong_prompts_workers: int = key(1, at_least(1), unit="processes")
+    """Processes that measure prompt lengths for the filter, or encode all rows before a supervised run starts."""
     truncation: Truncation = Truncation.error
     """What to do with a prompt that is too long: error, left (keep the end), right (keep the start), middle."""
     image_key: str | None = "images"

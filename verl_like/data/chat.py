@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from typing import Any, TypeVar
 
 from jinja2 import TemplateSyntaxError
 
@@ -22,7 +23,9 @@ _THINK = "<think>"
 _CLOSE = (
     "the last message is an assistant's: change it, or let another answer follow (data.continue_final_message=False)"
 )
-_CHUNK = 1000  # prompts per task of the worker processes
+CHUNK = 1000  # prompts per task of the worker processes
+_AHEAD = 4  # tasks of each that wait, so that a large file is not in memory twice
+T = TypeVar("T")
 
 
 class PromptEncoder:
@@ -204,23 +207,37 @@ def truncate(ids: list[int], limit: int, how: Truncation, place: str) -> list[in
 
 def encode_all(encoder: PromptEncoder, conversations: Sequence[Conversation], *, num_workers: int) -> list[list[int]]:
     """Encode a whole data set, in order, in this process or in `num_workers` spawned ones."""
-    chunks = [list(conversations[i : i + _CHUNK]) for i in range(0, len(conversations), _CHUNK)]
-    num_workers = min(num_workers, len(chunks))
+    chunks = (conversations[i : i + CHUNK] for i in range(0, len(conversations), CHUNK))
+    num_workers = min(num_workers, -(-len(conversations) // CHUNK))
+    return [ids for encoded in in_processes(encoder.encode, chunks, num_workers=num_workers) for ids in encoded]
+
+
+def in_processes(work: Callable[[Any], T], chunks: Iterable[Any], *, num_workers: int) -> Iterator[T]:
+    """Do `work` with each chunk, in this process or in `num_workers` spawned ones, a few chunks ahead of what is taken.
+
+    Yields its results, in order. `work` and chunks must be picklable.
+    """
     if num_workers <= 1:
-        return [ids for chunk in chunks for ids in encoder.encode(chunk)]
+        yield from map(work, chunks)
+        return
     context = multiprocessing.get_context("spawn")  # a fork would copy the locks of running threads
-    with ProcessPoolExecutor(num_workers, context, initializer=_set_encoder, initargs=(encoder,)) as pool:
-        return [ids for encoded in pool.map(_encode_chunk, chunks) for ids in encoded]
+    with ProcessPoolExecutor(num_workers, context, initializer=_set_work, initargs=(work,)) as pool:
+        waiting = deque[Future[T]]()
+        for chunk in chunks:
+            waiting.append(pool.submit(_do, chunk))
+            if len(waiting) > _AHEAD * num_workers:
+                yield waiting.popleft().result()
+        yield from (each.result() for each in waiting)
 
 
-_encoder: PromptEncoder | None = None  # of a worker process
+_work: Callable[[Any], Any] | None = None  # of a spawned process
 
 
-def _set_encoder(encoder: PromptEncoder) -> None:
-    global _encoder
-    _encoder = encoder
+def _set_work(work: Callable[[Any], Any]) -> None:
+    global _work
+    _work = work
 
 
-def _encode_chunk(chunk: list[Conversation]) -> list[list[int]]:
-    assert _encoder is not None
-    return _encoder.encode(chunk)
+def _do(chunk: Any) -> Any:
+    assert _work is not None
+    return _work(chunk)

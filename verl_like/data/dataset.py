@@ -263,8 +263,21 @@ class PromptDataset:
         These are the first row, the first whose text has <image> or <video>, and with data.truncation=error those with
         the longest texts (unless a filter has seen all rows).
         """
+        lengths, tagged = self._survey()
+        chosen = {0, *itertools.islice((i for i, position in enumerate(self._kept) if tagged[position]), 1)}
+        if self.data.truncation == "error" and not self.data.filter_overlong_prompts:
+            chosen |= set(heapq.nlargest(_LONGEST, range(len(self)), key=lambda i: lengths[self._kept[i]]))
+        for index in sorted(chosen):
+            self[index]
+        self._look_through_media()
+
+    def _survey(self) -> tuple[list[int], list[bool]]:
+        """Look through the prompts' texts; by position in the files, their lengths, and whether they name media.
+
+        Raises ValueError for a prompt, of some, that is not what its row says.
+        """
         tags = [f"<{kind}>" for kind in self._media_keys]
-        lengths, tagged = [], []  # by position in the files
+        lengths, tagged = list[int](), list[bool]()
         for file in self.files:
             survey, first = Survey(self.encoder, own_tools=self.data.tools_key is not None), len(lengths)
             for cell in file.rows.column(prompt_column(self.data)[0]):
@@ -274,12 +287,7 @@ class PromptDataset:
                 tagged.append(any(tag in text for tag in tags))
             kept = self._kept[(self._kept >= first) & (self._kept < len(lengths))].tolist()
             check_file(str(file.path), survey, kept, self._conversation, seed=self._seed)
-        chosen = {0, *itertools.islice((i for i, position in enumerate(self._kept) if tagged[position]), 1)}
-        if self.data.truncation == "error" and not self.data.filter_overlong_prompts:
-            chosen |= set(heapq.nlargest(_LONGEST, range(len(self)), key=lambda i: lengths[self._kept[i]]))
-        for index in sorted(chosen):
-            self[index]
-        self._look_through_media()
+        return lengths, tagged
 
     def _look_through_media(self) -> None:
         """Decode images and videos: of the first rows, then of random others, as many as _DECODING_S are enough for.

@@ -9,6 +9,7 @@ trims or shortens on purpose, which is a warning. What a template leaves out is 
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import logging
 import re
@@ -78,7 +79,7 @@ class Survey:
 def look(encoder: PromptEncoder, conversation: Conversation, *, own_tools: bool = True) -> Findings:
     """Compare a prompt with its messages and tools. Raises ValueError if the template refuses them."""
     messages, tools = conversation
-    errors = list(_wrong_messages(encoder, messages)) if encoder.has_template else []
+    errors = list(wrong_messages(encoder, messages)) if encoder.has_template else []
     if errors:
         return Findings(errors, [], "")
     notes, text = list[str](), encoder.render(conversation)
@@ -167,10 +168,14 @@ def _lost(encoder: PromptEncoder, conversation: Conversation, text: str) -> str:
     return "".join(sorted(sign for sign in said - shown if sign.isprintable() and not sign.isspace()))
 
 
-def _wrong_messages(encoder: PromptEncoder, messages: Messages) -> Iterator[str]:
+@functools.lru_cache
+def _known_roles(template: str) -> tuple[str, ...]:
+    return (*_ROLES, *(role for names in _COMPARED.findall(template) for role in re.findall(r"\w+", names)))
+
+
+def wrong_messages(encoder: PromptEncoder, messages: Messages) -> Iterator[str]:
     """Yield messages that say nothing, and roles that neither the template nor anybody knows."""
-    source = str(encoder.template_kwargs.get("chat_template") or encoder.tokenizer.chat_template)
-    known = [*_ROLES, *(role for names in _COMPARED.findall(source) for role in re.findall(r"\w+", names))]
+    known = _known_roles(str(encoder.template_kwargs.get("chat_template") or encoder.tokenizer.chat_template))
     for number, message in enumerate(messages):
         role, content, name = message["role"], message.get("content"), str(message["role"]).lower()
         if role not in known:

@@ -36,7 +36,8 @@ def dry_run(config: PPOConfig) -> list[tuple[str, str]]:
         later = "which verl wrote" if of_verl(config.trainer) else "which a run fetches first" if remote else ""
         resume = None if later else find_resume(config)
         rows = list(_rows(config, ready))
-        rows.append(("rewards", _graded(config, ready)))
+        if ready.plan.samples:
+            rows.append(("rewards", _graded(config, ready)))
     begin = "a fresh start" if resume is None else f"resumes from {resume}"
     if later:
         begin = f"takes up {config.trainer.resume_from_path}, {later}"
@@ -52,8 +53,9 @@ def _rows(config: PPOConfig, ready: Facts) -> Iterator[tuple[str, str]]:
     yield "model", f"{policy.model.path}: {name}, {_count(costs.actor.all_weights)} weights"
     if costs.critic is not None:
         yield "critic", f"{config.critic.model.path}: {_count(costs.critic.all_weights)} weights"
-    yield "rollout", f"{policy.rollout.name}, up to {ready.max_model_len:,} tokens a sequence"
-    yield "end tokens", end_tokens_text(policy.rollout, ready)
+    if ready.plan.samples:
+        yield "rollout", f"{policy.rollout.name}, up to {ready.max_model_len:,} tokens a sequence"
+        yield "end tokens", end_tokens_text(policy.rollout, ready)
     yield "training data", _data(ready, ready.train)
     if ready.val is not None:
         yield "validation", _data(ready, ready.val)
@@ -74,7 +76,8 @@ def _data(inputs: Facts, dataset: Dataset) -> str:
     if isinstance(dataset, PromptDataset):
         text += f" of {', '.join(str(file.path) for file in dataset.files)}"
     ids, _ = dataset[0]
-    text += f"\nthe first prompt has {len(ids):,} tokens: {inputs.tokenizer.decode(ids)[-200:]!r}"
+    what = "prompt" if inputs.plan.samples else "row"
+    text += f"\nthe first {what} has {len(ids):,} tokens: {inputs.tokenizer.decode(ids)[-200:]!r}"
     adds = own_text(dataset.encoder) if isinstance(dataset, PromptDataset) else ""
     return f"{text}\nthe chat template adds where there is no system message: {adds!r}" if adds else text
 

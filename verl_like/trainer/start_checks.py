@@ -130,11 +130,11 @@ def _counts(config: PPOConfig, device: str | None) -> list[tuple[str, int, int, 
     rollout, data, reward = config.actor_rollout_ref.rollout, config.data, config.reward_model
     helps = rollout.multi_turn.enable or runs_agent_loops(rollout) or runs_programs(rollout) or config.env.train.tags
     row = 4.0 * (rollout.max_model_len or data.max_prompt_length + data.max_response_length), "rows of tokens"
-    ranks = config.trainer.n_gpus_per_node
+    ranks, encodes = config.trainer.n_gpus_per_node, data.filter_overlong_prompts or config.trainer.objective != "rl"
     rows: list[tuple[Any, str, Any, int, tuple[float, str]]] = [
         (True, _GRADERS, config.custom_reward_function.num_workers, 1, _HELPER),
         (helps, f"{_ROLLOUT}.agent.num_workers", rollout.agent.num_workers, 1, _HELPER),
-        (data.filter_overlong_prompts, _FILTER, data.filter_overlong_prompts_workers, 1, _RANK),
+        (encodes, _FILTER, data.filter_overlong_prompts_workers, 1, _RANK),
         (device == "cpu" and ranks != "auto", "trainer.n_gpus_per_node", ranks, 1, _RANK),
         (config.ray_init.num_cpus, "ray_init.num_cpus", config.ray_init.num_cpus, 1, _HELPER),
         (True, f"{_ROLLOUT}.n", rollout.n, data.train_batch_size, _RESPONSE),

@@ -98,7 +98,7 @@ def test_turns_are_chosen_by_the_messages_or_by_a_mask() -> None:
 @pytest.mark.parametrize(("how", "ids"), [("left", [2, 3, 4]), ("right", [0, 1, 2])])
 def test_long_rows_are_cut_or_refused(how: str, ids: list[int]) -> None:
     row = Row(ids=np.arange(5, dtype=np.int32), trained=np.array([False, False, True, False, True]))
-    cut = fitted(row, 3, how, "file, row 0")
+    cut = fitted(row, 3, how)
     assert cut.ids.tolist() == ids and cut.trained.tolist() == row.trained[ids].tolist()
-    with pytest.raises(ValueError, match="file, row 0: the row has 5 tokens, more than sft"):
-        fitted(row, 3, "error", "file, row 0")
+    with pytest.raises(ValueError, match="the row has 5 tokens, more than sft"):
+        fitted(row, 3, "error")

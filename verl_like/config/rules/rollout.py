@@ -243,6 +243,11 @@ idle(
     when="trainer.objective is sft: the answers are in the data, nothing is sampled or judged",
 )
 idle(
+    "data.filter_overlong_prompts_workers",
+    when=lambda c: c.trainer.objective == "rl" and not c.data.filter_overlong_prompts,
+    why="data.filter_overlong_prompts is false",
+)
+idle(
     "env.val.max_traj_per_env",
     when=lambda c: c.env.train.tags,
     why="each start of a validation is played val_kwargs.n times",

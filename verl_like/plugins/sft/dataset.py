@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
+import logging
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from verl_like.batch import Experience, PromptRow
 from verl_like.config import DataConfig
 from verl_like.config.paths import Files
 from verl_like.config.sft import SFTConfig
-from verl_like.data.chat import Messages, PromptEncoder
+from verl_like.data.chat import CHUNK, Conversation, Messages, in_processes
 from verl_like.data.dataset import PromptDataset
 from verl_like.data.loader import PromptLoader
 from verl_like.data.reading import to_messages, tools_of
 from verl_like.models.vision import VisionProcessor
 from verl_like.plugins.sft.experience import experience_of
-from verl_like.plugins.sft.turns import Row, fitted, placed, rows_of
+from verl_like.plugins.sft.row_report import RowReport
+from verl_like.plugins.sft.turns import Row, Task, as_rendered, attempt, encoded, fitted, placed
+
+logger = logging.getLogger(__name__)
 
 _TOOLS = "tools"  # verl's column of tool schemas, which files may have
+_MANY = 20_000  # rows whose encoding is announced: about a millisecond each
 _KEPT = 2048  # conversations whose tokens (and images) stay in memory: those of a batch are asked for more than once
-_QUICK_LOOK = 1000  # rows with the longest texts that are encoded before processes start
 
 
 class SFTDataset(PromptDataset):
@@ -70,21 +76,40 @@ class SFTDataset(PromptDataset):
         """Rows of a conversation, cut to sft.max_length. Raises ValueError, which names its place in the files."""
         position = int(self._kept[index])
         if position not in self._rows:
-            place, row = self._place(position), self.row(position)
-            cells = self._cells(position)
+            found = encoded(self.encoder, [attempt(self._task, position)])[0]
             try:
-                turns = trained_turns(row.messages, cells.get(self.sft.mask_key or ""))
-                messages = [{k: v for k, v in message.items() if k != "train"} for message in row.messages]
-                encoder = self._thinking(cells.get(self.sft.enable_thinking_key))
-                found = rows_of(encoder, messages, row.tools, turns) if turns else []
-                if self._vision is not None and row.media:
-                    found = [placed(each, row.media, self._vision, self.data.max_image_megapixels) for each in found]
+                self._rows[position] = [self._fitted(row) for row in self._whole(position, found)]
             except ValueError as error:
-                raise ValueError(f"{place}: {error}") from error
-            self._rows[position] = [fitted(each, self.sft.max_length, self.data.truncation, place) for each in found]
+                place = self._place(position)
+                raise ValueError(f"{place}: {str(error).removeprefix(f'{place}: ')}") from error
             if len(self._rows) > _KEPT:
                 del self._rows[next(iter(self._rows))]
         return self._rows[position]
+
+    def _task(self, position: int) -> Task:
+        """Read what is to be encoded of a row, and what of it is trained (ValueError)."""
+        row, cells = self.row(position), self._cells(position)
+        mask, thinks = (cells.get(name or "") for name in (self.sft.mask_key, self.sft.enable_thinking_key))
+        if self.sft.mask_key is not None and mask is None:
+            raise ValueError(f"sft.mask_key={self.sft.mask_key}: the row has no mask")
+        if thinks not in (None, 0, 1):
+            name = self.sft.enable_thinking_key
+            raise ValueError(f"sft.enable_thinking_key={name}: {thinks!r} must be true or false")
+        turns = trained_turns(row.messages, mask)
+        messages = [{k: v for k, v in message.items() if k != "train"} for message in row.messages]
+        return Task(messages, row.tools, turns, {} if thinks is None else {"enable_thinking": bool(thinks)})
+
+    def _whole(self, position: int, found: list[Row] | str) -> list[Row]:
+        """Rows of a conversation, with its images. Raises ValueError where it could not be encoded."""
+        if isinstance(found, str):
+            raise ValueError(found)
+        if self._vision is None or not self._has_media(position):
+            return found
+        media = self.row(position).media
+        return [placed(each, media, self._vision, self.data.max_image_megapixels) for each in found]
+
+    def _fitted(self, row: Row) -> Row:
+        return fitted(row, self.sft.max_length, self.data.truncation)
 
     def batches(self, size: int | None) -> Iterator[tuple[Experience, list[str]]]:
         """Yield all rows, each batch with the names of the validation sets or data sources of its rows.
@@ -107,25 +132,45 @@ class SFTDataset(PromptDataset):
         number, offset = self._locate(position)
         return self.files[number].rows.row(offset)
 
-    def _thinking(self, value: Any) -> PromptEncoder:
-        """Return the encoder with the template's enable_thinking of one row."""
-        if value is None:
-            return self.encoder
-        encoder = copy.copy(self.encoder)
-        encoder.template_kwargs = encoder.template_kwargs | {"enable_thinking": bool(value)}
-        return encoder
+    def _conversation(self, position: int) -> tuple[Conversation, str]:
+        return as_rendered(self.encoder, self._task(position)), self._place(position)
+
+    def _drop_overlong(self, positions: np.ndarray) -> np.ndarray:
+        return positions  # `check_rows` does, by sft.max_length
 
     def check_rows(self) -> None:
-        """Encode the rows most likely to fail: the first, and those with the longest texts."""
-        column = self.data.messages_key or self.sft.response_key or self.data.prompt_key
-        texts = [len(str(cell)) for file in self.files for cell in file.rows.column(column)]
-        longest = sorted(range(len(self)), key=lambda index: -texts[int(self._kept[index])])[:_QUICK_LOOK]
-        if not any(row.trained[1:].any() for index in {0, *longest} for row in self.rows(index)):
-            raise ValueError(
-                f"data.{self.split}_files: no token of the rows is trained: there is no assistant's message in "
-                f"{column}, or sft.mask_key, `train: false` or sft.max_length={self.sft.max_length} leave none"
-            )
+        """Encode every row, and leave out those of which nothing is trained, which is told with their number.
+
+        Linear in the text, in data.filter_overlong_prompts_workers processes. With data.filter_overlong_prompts rows
+        longer than sft.max_length are left out too.
+
+        Raises ValueError, which counts them and names some of each kind, for rows that cannot be used, and where none
+        is left.
+        """
+        key, kept = f"data.{self.split}_files", list[bool]()
+        report = RowReport(key, len(self), self.sft.max_length, self.data)
+        for position, found in self._all_rows():
+            place = self._place(position)
+            try:
+                kept.append(report.keeps(place, self._whole(position, found), self._fitted))
+            except ValueError as error:
+                kept.append(report.refuse(place, error))
+        report.tell()
+        self._kept = self._kept[np.array(kept)]
+        self._survey()
         self._look_through_media()
+
+    def _all_rows(self) -> Iterator[tuple[int, list[Row] | str]]:
+        """Yield each position with its rows before they are cut, or with what is wrong."""
+        positions, workers = self._kept.tolist(), self.data.filter_overlong_prompts_workers
+        if len(positions) > _MANY:
+            what = "data.%s_files: all %d rows are encoded first (data.filter_overlong_prompts_workers=%d)"
+            logger.info(what, self.split, len(positions), workers)
+        chunks = [positions[i : i + CHUNK] for i in range(0, len(positions), CHUNK)]
+        tasks = ([attempt(self._task, position) for position in chunk] for chunk in chunks)
+        done = in_processes(partial(encoded, self.encoder), tasks, num_workers=min(workers, len(chunks)))
+        for chunk, found in zip(chunks, done, strict=True):
+            yield from zip(chunk, found, strict=True)
 
 
 def trained_turns(messages: Messages, mask: Any) -> list[int]:
@@ -136,6 +181,8 @@ def trained_turns(messages: Messages, mask: Any) -> list[int]:
     """
     own = [number for number, message in enumerate(messages) if message.get("role") == "assistant"]
     if mask is None:
+        if odd := [message["train"] for message in messages if message.get("train", True) not in (0, 1)]:
+            raise ValueError(f"a message has train={odd[0]!r}: it must be true or false")
         return [number for number in own if messages[number].get("train", True)]
     flags = mask if isinstance(mask, list) else [mask]
     if len(flags) != len(messages) or not all(flag in (0, 1) for flag in flags):

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
+
 from verl_like.algorithms.kl import KLController
 from verl_like.config.errors import problems_of
 from verl_like.config.paths import Files
@@ -44,7 +46,11 @@ class SFTFacts(Facts):
                     f"data.custom_cls: {kind.__name__} must derive from {SFTDataset.__module__}.SFTDataset"
                 )
         own: dict[str, Any] = {"sft": self.config.sft, "seed": self.config.trainer.seed, "vision": self.vision}
-        return kind(self.data, files, self.tokenizer, split=split, **own, **custom.kwargs)
+        _ = self.room
+        dataset = kind(self.data, files, self.tokenizer, split=split, **own, **custom.kwargs)
+        refuse_media(dataset, f"data.{split}_files", self.hf_config)
+        dataset.check_rows()  # before anybody asks how many there are
+        return dataset
 
     @Fact
     def max_model_len(self) -> int:
@@ -75,11 +81,7 @@ def problems(facts: SFTFacts) -> Iterator[str]:
 
 def _check_data(facts: SFTFacts) -> Iterator[str]:
     """Check the rows against model and template. The first is shown, with what of it is trained."""
-    yield from problems_of(lambda: (facts.val, facts.train))
-    for split in ("train", "val"):
-        if (dataset := facts.known(split)) is not None:
-            refuse_media(dataset, f"data.{split}_files", facts.hf_config)
-            dataset.check_rows()
+    yield from problems_of(lambda: facts.train, lambda: facts.val)
     refuse_media_keys(facts.data, facts.hf_config)
     train = facts.known("train")
     if isinstance(train, SFTDataset) and (rows := train.rows(0)):
@@ -88,13 +90,10 @@ def _check_data(facts: SFTFacts) -> Iterator[str]:
 
 def shown(row: Row, tokenizer: Any) -> str:
     """Write a row as text, with its trained parts in brackets."""
-    text, start = "", 0
-    for end in [i for i in range(1, len(row.ids) + 1) if i == len(row.ids) or row.trained[i] != row.trained[start]]:
-        if end <= start:
-            continue
-        part = tokenizer.decode(row.ids[start:end].tolist(), skip_special_tokens=False)
-        text, start = text + (f"\u27e6{part}\u27e7" if row.trained[start] else part), end
-    return text
+    parts = np.split(row.ids, np.flatnonzero(np.diff(row.trained)) + 1)
+    texts = [tokenizer.decode(part.tolist(), skip_special_tokens=False) for part in parts]
+    odd = 1 - int(row.trained[0])  # parts take turns
+    return "".join(f"\u27e6{text}\u27e7" if number % 2 == odd else text for number, text in enumerate(texts))
 
 
 def _trainer_class(facts: Facts) -> Any:

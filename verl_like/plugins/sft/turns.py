@@ -12,18 +12,22 @@ with a special token: the tokenizer's end of the sequence stands there, which is
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import copy
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from verl_like.batch import MediaHandle
-from verl_like.data.chat import Messages, PromptEncoder
+from verl_like.data.chat import Conversation, Messages, PromptEncoder
+from verl_like.data.prompt_truth import wrong_messages
 from verl_like.episodes.transcript import forms, with_stopped_clock
 from verl_like.models.vision import VisionProcessor
 
 Tools = list[dict[str, Any]] | None
+T = TypeVar("T")
 _STAND_IN = "standinforanswer"  # nothing that a template would trim, escape or take for markup
 
 
@@ -40,6 +44,18 @@ class Row:
         return replace(self, ids=self.ids[part], trained=self.trained[part])
 
 
+class Task(NamedTuple):
+    """A conversation to encode.
+
+    turns: positions of the assistant's messages that are trained. options: of the template.
+    """
+
+    messages: Messages
+    tools: Tools
+    turns: Collection[int]
+    options: dict[str, Any]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Turn:
     """An assistant's turn as text: the rendering that asks for it, and the answer with the token that ends it."""
@@ -51,6 +67,34 @@ class _Turn:
     @property
     def text(self) -> str:
         return self.asked + self.answer
+
+
+def attempt(work: Callable[[Any], T], given: Any) -> T | str:
+    """Do a piece of work. Returns the text of its ValueError where it has one."""
+    try:
+        return work(given)
+    except ValueError as error:
+        return str(error)
+
+
+def encoded(encoder: PromptEncoder, tasks: Iterable[Task | str]) -> list[list[Row] | str]:
+    """Encode conversations: the rows of each, none where nothing is trained; what is wrong with it is passed on."""
+    return [task if isinstance(task, str) else attempt(partial(_encoded, encoder), task) for task in tasks]
+
+
+def _encoded(encoder: PromptEncoder, task: Task) -> list[Row]:
+    if encoder.has_template and (wrong := list(wrong_messages(encoder, task.messages))):
+        raise ValueError("; ".join(wrong))
+    own = copy.copy(encoder)
+    own.template_kwargs = encoder.template_kwargs | task.options
+    return rows_of(own, task.messages, task.tools, task.turns) if task.turns else []
+
+
+def as_rendered(encoder: PromptEncoder, task: Task) -> Conversation:
+    """Return a conversation in the form that the template takes; without a template, its prompt."""
+    if not encoder.has_template:
+        return task.messages[:-1], None
+    return _turns(with_stopped_clock(encoder), task.messages, task.tools, task.turns)[0], task.tools
 
 
 def rows_of(encoder: PromptEncoder, messages: Messages, tools: Tools, turns: Collection[int]) -> list[Row]:
@@ -66,15 +110,8 @@ def rows_of(encoder: PromptEncoder, messages: Messages, tools: Tools, turns: Col
     """
     if not encoder.has_template:
         return [_without_template(encoder, messages)]
-    encoder, tools = with_stopped_clock(encoder), encoder.marked(tools)
-    shapes = [forms(message) for message in encoder.marked(messages)]
-    try:
-        found = {turn: _turn(encoder, [each[0] for each in shapes], tools, turn) for turn in turns}
-    except ValueError:
-        if all(len(each) == 1 for each in shapes):
-            raise
-        as_json = [each[len(each) // 2] for each in shapes]  # of calls that it does not take as objects
-        found = {turn: _turn(encoder, as_json, tools, turn) for turn in turns}
+    encoder = with_stopped_clock(encoder)
+    found = _turns(encoder, encoder.marked(messages), encoder.marked(tools), turns)[1]
     rows, left = list[Row](), sorted(found)
     while left:
         last = found[left[-1]]
@@ -86,13 +123,31 @@ def rows_of(encoder: PromptEncoder, messages: Messages, tools: Tools, turns: Col
     return rows[::-1]
 
 
+def _turns(
+    encoder: PromptEncoder, messages: Messages, tools: Tools, turns: Collection[int]
+) -> tuple[Messages, dict[int, _Turn]]:
+    """Find the turns, and the messages as the template takes them.
+
+    Their calls are objects, or else JSON; content that is null is "", or else None.
+    """
+    shapes = [forms({"content": "", **message}) for message in messages]
+    most, refused = max(map(len, shapes)), list[ValueError]()
+    for number in range(most):
+        given = [each[number * len(each) // most] for each in shapes]
+        try:
+            return given, {turn: _turn(encoder, given, tools, turn) for turn in turns}
+        except ValueError as error:
+            refused.append(error)
+    raise refused[0]
+
+
 def _turn(encoder: PromptEncoder, messages: Messages, tools: Tools, turn: int) -> _Turn:
     """Find a turn as it is rendered where it is the last."""
     before, message = messages[:turn], messages[turn]
     asked, shown = encoder.render((before, tools)), encoder.render(([*before, message], tools), to_answer=False)
     if message.get("tool_calls"):
         silent = {name: value for name, value in message.items() if name != "tool_calls"}
-        if shown == encoder.render(([*before, silent], tools), to_answer=False):
+        if shown == attempt(partial(encoder.render, to_answer=False), ([*before, silent], tools)):
             raise ValueError(
                 f"the chat template leaves the tool calls of message {turn} out; choose another, or change it"
             )
@@ -189,13 +244,14 @@ def _without_template(encoder: PromptEncoder, messages: Messages) -> Row:
     return _joined([prompt, [*answer, *_end(encoder)]])
 
 
-def fitted(row: Row, longest: int, how: str, place: str) -> Row:
-    """Cut a row to `longest` tokens: left keeps its end, right its start; error raises ValueError, naming `place`."""
+def fitted(row: Row, longest: int, how: str) -> Row:
+    """Cut a row to `longest` tokens: left keeps its end, right its start; error raises ValueError."""
     if len(row.ids) <= longest:
         return row
     if how not in ("left", "right") or row.media:
         raise ValueError(
-            f"{place}: the row has {len(row.ids)} tokens, more than sft.max_length={longest}. Raise it, leave such "
-            "rows out, or cut them with data.truncation=left|right (not where they have images)"
+            f"the row has {len(row.ids)} tokens, more than sft.max_length={longest}. Raise it, drop such rows "
+            "with data.filter_overlong_prompts=True, or cut them with data.truncation=left|right (not where they have "
+            "images)"
         )
     return row.cut(slice(-longest, None) if how == "left" else slice(longest))

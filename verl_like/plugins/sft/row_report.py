@@ -1,0 +1,79 @@
+"""Report on all rows of a supervised run: which cannot be used, and of which nothing is trained."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from verl_like.config import DataConfig
+from verl_like.config.errors import ConfigError
+from verl_like.plugins.sft.turns import Row
+
+logger = logging.getLogger(__name__)
+Kinds = dict[str, tuple[str, list[str]]]  # by kind: the text of the first, and the places of all
+
+_NAMED, _TOLD = 3, 5  # rows that are named of each kind, and kinds that are told
+
+
+class RowReport:
+    """Counts over rows. key: of their files; limit: sft.max_length."""
+
+    def __init__(self, key: str, num_rows: int, limit: int, data: DataConfig) -> None:
+        self._key, self._num_rows, self._limit, self._data = key, num_rows, limit, data
+        self._faults, self._left_out = Kinds(), Kinds()
+        self._sums, self._longest = Counter[str](), 0
+
+    def refuse(self, place: str, error: ValueError) -> bool:
+        """Take note of a row that cannot be used. Returns False: it is not kept."""
+        return _note(self._faults, place, str(error).removeprefix(f"{place}: "))
+
+    def keeps(self, place: str, rows: Sequence[Row], cut: Callable[[Row], Row]) -> bool:
+        """Count what is trained of a conversation, before and after `cut`. False where that is nothing."""
+        longest = max((len(row.ids) for row in rows), default=0)
+        self._longest = max(self._longest, longest)
+        if self._data.filter_overlong_prompts and longest > self._limit:
+            return _note(self._left_out, place, f"longer than sft.max_length={self._limit}")
+        short = [cut(row) for row in rows]
+        had, has = (sum(int(row.trained[1:].sum()) for row in each) for each in (rows, short))
+        tokens = sum(len(row.ids) for row in short) if has else 0
+        self._sums.update(kept=has > 0, tokens=tokens, trained=has, cut=had - has)
+        lost = f"data.truncation={self._data.truncation} at sft.max_length={self._limit} cuts the answers off"
+        return has > 0 or _note(self._left_out, place, lost if had else "no assistant's message is trained")
+
+    def tell(self) -> None:
+        """Log the counts. Raises ConfigError for rows that cannot be used, and where none is left."""
+        sums = self._sums
+        if self._faults:
+            longest = f"\n     the longest row has {self._longest:,} tokens" if self._longest > self._limit else ""
+            raise ConfigError([self._told("cannot be used: correct them, or leave them out", self._faults) + longest])
+        left_out = self._told("have nothing to train and are left out", self._left_out)
+        if not sums["kept"]:
+            raise ConfigError([f"{left_out}\n     and there are no others"])
+        if self._left_out:
+            logger.warning("%s", left_out)
+        if sums["cut"]:
+            what = "%s: data.truncation=%s at sft.max_length=%d cuts %d of %d trained tokens off"
+            before = sums["cut"] + sums["trained"]
+            logger.warning(what, self._key, str(self._data.truncation), self._limit, sums["cut"], before)
+        what = "%s: %d rows with %d tokens, of which %d are trained; the longest has %d"
+        logger.info(what, self._key, sums["kept"], sums["tokens"], sums["trained"], self._longest)
+
+    def _told(self, what: str, kinds: Kinds) -> str:
+        most = sorted(kinds.values(), key=lambda kind: -len(kind[1]))
+        lines = [f"{_named(places)}: {text}" for text, places in most[:_TOLD]]
+        number = sum(len(places) for _, places in most)
+        return "\n     ".join([f"{self._key}: {number:,} of {self._num_rows:,} rows {what}", *lines])
+
+
+def _note(kinds: Kinds, place: str, text: str) -> bool:
+    kinds.setdefault(re.sub(r"\d+", "", text)[:40], (text, []))[1].append(place)
+    return False
+
+
+def _named(places: Sequence[str]) -> str:
+    """Write the first of these places, a file once."""
+    file, more = places[0].rpartition("row ")[0], len(places) - _NAMED
+    names = [places[0], *(place.removeprefix(file) for place in places[1:_NAMED])]
+    return ", ".join(names) + (f" and {more:,} more" if more > 0 else "")
