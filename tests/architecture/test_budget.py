@@ -14,10 +14,10 @@ import pytest
 
 from tests.architecture.source import Source, package_sources, parse
 
-MOST_LINES = {"core": 33_810, "plugins": 12_880, "kit": 11_160}  # of code, by ring
+MOST_LINES = {"core": 33_890, "plugins": 13_015, "kit": 11_160}  # of code, by ring
 MOST_SMALL_FILES = {
     "core": 33,
-    "plugins": 35,
+    "plugins": 37,
     "kit": 19,
 }  # with fewer than SMALL lines of any kind, __init__.py left out
 SMALL = 60
