@@ -39,6 +39,8 @@ PARTS: dict[str, dict[str, str]] = {
     # where training prompts come from, beside files in their order
     "sampler": {
         "own": f"{_PLUGINS}.samplers.curriculum:CustomSampler",
+        "class": f"{_PLUGINS}.samplers.curriculum:sampler_class",
+        "difficulty": f"{_PLUGINS}.samplers.difficulty:CurriculumSampler",
         "weighted": f"{_PLUGINS}.samplers.mixing:WeightedSampler",
     },
     "environments": {"datasets": f"{_PLUGINS}.games.dataset:datasets"},

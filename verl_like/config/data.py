@@ -4,7 +4,17 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from verl_like.config.base import ConfigNode, above, at_least, key, minus_one_or_positive, require, section, such_that
+from verl_like.config.base import (
+    ConfigNode,
+    above,
+    at_least,
+    between,
+    key,
+    minus_one_or_positive,
+    require,
+    section,
+    such_that,
+)
 
 CHAT_TEMPLATES = ("native", "none", "chatml", "qwen2_5", "llama3", "gemma", "r1_zero")
 _TEMPLATE = such_that(
@@ -12,6 +22,10 @@ _TEMPLATE = such_that(
     f"choose one of {', '.join(CHAT_TEMPLATES)}, or give the path of a Jinja file",
 )
 
+_FINITE = such_that(lambda number: abs(number) < float("inf"), "must be a finite number")
+_COUNTS = such_that(
+    lambda pair: len(pair) == 2 and all(0 < count < float("inf") for count in pair), "give two numbers above 0"
+)
 _DRAWN = "sampler.class_path is set: it draws the prompts"
 
 
@@ -56,6 +70,29 @@ class SamplerConfig(ConfigNode):
     """Name of the sampler class in that file."""
     kwargs: dict[str, Any] = key({}, idle="class_path is null")
     """Further keyword arguments of its constructor."""
+
+
+_OFF = "enable is false"
+
+
+@dataclass(kw_only=True, slots=True)
+class CurriculumConfig(ConfigNode):
+    """Prompts drawn by the probability that their group is mixed ([curriculum](curriculum.md))."""
+
+    enable: bool = False
+    """Skip prompts that are expected to teach little; drop solved and hopeless ones for a while."""
+    metric: str | None = key(None, idle=_OFF)
+    """Number of the reward function that says whether a response succeeds (acc). Null: the score."""
+    success_above: float = key(0.5, _FINITE, idle=_OFF)
+    """A response succeeds where that number is above this."""
+    prior: list[float] = key([0.5, 0.5], _COUNTS, idle=_OFF)
+    """Successes and failures that every prompt counts as having had, those of a prompt that is new alone."""
+    memory: float = key(0.5, between(0, 1), idle=_OFF)
+    """Weight that what was counted before keeps each time a prompt is scored again. 1: the policy does not change."""
+    min_signal: float = key(0.25, between(0, 1), idle=_OFF)
+    """A scored prompt is dropped below this share of the best probability of a mixed group. 0: none is."""
+    revisit_epochs: float | None = key(2.0, above(0), unit="epochs", idle=_OFF)
+    """Draws after which a dropped prompt comes back, in numbers of prompts of the data set. Null: it does not."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -151,6 +188,8 @@ class DataConfig(ConfigNode):
     """A dataset class of the user's."""
     sampler: SamplerConfig = section(SamplerConfig)
     """A sampler class of the user's."""
+    curriculum: CurriculumConfig = section(CurriculumConfig)
+    """Draws by expected signal."""
     extra: dict[str, Any] = key({})
     """Keys of your own for your data set or sampler, which finds them as config.<name>; +data.<name>=value on the
     command line sets one."""

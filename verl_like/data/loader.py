@@ -68,6 +68,14 @@ class PromptLoader:
         """Pass the results of the last batch to a sampler that learns from them."""
         self._sampler.feedback(rollouts, scores)
 
+    def judged(self, prompt: Prompt, scores: Scores) -> None:
+        """Pass the scores of one prompt's responses to a sampler that learns from them."""
+        self._sampler.judged(prompt, scores)
+
+    def metrics(self) -> dict[str, float]:
+        """Return what a sampler has to tell since the last call."""
+        return self._sampler.metrics()
+
     def state_dict(self) -> dict[str, Any]:
         """The sampler's state: see ResumableSampler."""
         return self._sampler.state_dict()

@@ -10,19 +10,19 @@ from typing import Any
 
 import numpy as np
 
-from verl_like.batch import Rollouts, Scores
+from verl_like.batch import Prompt, Rollouts, Scores
 
 logger = logging.getLogger(__name__)
 
 
 class Sampler(ABC):
-    """Source of rows for the loader: ResumableSampler, mixing.WeightedSampler or curriculum.CustomSampler.
+    """Source of rows for the loader: ResumableSampler, or one of plugins/samplers.
 
     The base numbers the rows, and keeps those that were given back.
     """
 
     epoch: int
-    learns = False  # whether `feedback` changes the order of what comes
+    learns = False  # whether `feedback` or `judged` changes the order of what comes
 
     def __init__(self) -> None:
         self.draws = 0  # rows drawn since the run began: the next row's running number
@@ -46,6 +46,13 @@ class Sampler(ABC):
 
     def feedback(self, rollouts: Rollouts, scores: Scores) -> None:  # noqa: B027 (a choice, not a duty)
         """Learn from the results of a step's rows; does nothing for a fixed order."""
+
+    def judged(self, prompt: Prompt, scores: Scores) -> None:  # noqa: B027 (likewise)
+        """Learn from the responses to one prompt, also where its group is of no use to a step. scores: one each."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return what there is to tell since the last call."""
+        return {}
 
     @abstractmethod
     def _fresh(self, count: int, *, drop_last: bool) -> list[int]:

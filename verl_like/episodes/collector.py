@@ -106,6 +106,11 @@ class Collector:
         how.tool_usage()  # a step's are those of its training
         return batch
 
+    def feedback(self, rollouts: Rollouts, scores: Scores) -> None:
+        """Tell a sampler that learns what became of the last batch, a row for each response."""
+        if self.loader.learns:
+            self._metrics |= self._loop.call(self._source.feedback(rollouts, scores), self._patience_s)
+
     def weights_changed(self, version: int) -> None:
         """The replicas hold these weights from now on."""
         self._loop.call(self._source.weights_changed(version), self._patience_s)

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from verl_like.batch import Prompt, Scores
+from verl_like.batch import Prompt, Rollouts, Scores
 from verl_like.config import PPOConfig
 from verl_like.config.batch_plan import draws_until_full, prompts_in_flight
 from verl_like.config.errors import RunStopped
@@ -93,6 +93,7 @@ class Source:
         self._order: Order = self._ages() if self.across_steps else self._selection()
         self._flights: dict[int, _Flight] = {}  # by group, of all that is begun and neither taken nor used up
         self._taken: list[_Flight] = []  # by a step that is not trained yet
+        self._last: list[Prompt] = []  # of the last batch
         self._landed: list[_Flight] = []  # in this pass of the event loop
         self._begins = False
         self._wake = asyncio.Event()
@@ -157,7 +158,15 @@ class Source:
 
     def skip(self) -> None:
         """Use up a batch of prompts that somebody else has the answers to."""
-        self.ledger.used += len(self._loader.draw())
+        self._last = self._loader.draw()
+        self.ledger.used += len(self._last)
+
+    async def feedback(self, rollouts: Rollouts, scores: Scores) -> dict[str, float]:
+        """Tell a sampler that learns what became of the last batch, a row a response, and return what it says."""
+        self._loader.feedback(rollouts, scores)
+        for prompt in self._last:
+            self._loader.judged(prompt, scores.select(rollouts.group_B == prompt.group))
+        return self._loader.metrics()
 
     async def trained(self) -> None:
         """Count the last batch as used: it is in the weights, and no longer part of what a resumed run does again."""
@@ -251,6 +260,7 @@ class Source:
         """End the period with this batch: what becomes of its groups, and of the others."""
         flights = [self._flights.pop(name) for name in batch]
         groups = [flight.task.result() for flight in flights]
+        self._last = [flight.prompt for flight in flights]
         if isinstance(self._order, Book):
             self._taken = flights
             self._order.train(batch)
@@ -375,8 +385,10 @@ class Source:
         """Tell the order whether the group is of use; groups that are used up leave."""
         self._order.end(group.prompt.group, kept=self._judge is None or self._judge.keeps(group))
         for name in self._order.dropped()[len(self._period.dropped) :]:
-            self._period.dropped.append(self._flights.pop(name).task.result())
+            self._period.dropped.append(useless := self._flights.pop(name).task.result())
             self.ledger.dropped += 1
+            if useless.scores is not None:
+                self._loader.judged(useless.prompt, useless.scores)
 
     def _response_ended(self, group: int) -> None:
         """Begin others, unless the group was given up before, and its places are free already."""

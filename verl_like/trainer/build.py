@@ -286,7 +286,7 @@ def assemble(
         checkpoints=checkpoints,
         report=report,
         stop=stop,
-        on_scores=loader.feedback,
+        on_scores=collector.feedback,
     )
 
 

@@ -261,7 +261,7 @@ def train_loader(config: PPOConfig, dataset: Dataset, plan: BatchPlan) -> Prompt
     """
     size = plan.prompts_per_draw
     loader = PromptLoader(dataset, train_sampler(config, dataset, size), size, drop_last=not plan.draws_until_full)
-    if config.asynchronous and loader.learns:
+    if config.asynchronous and loader.learns and config.data.sampler.class_path is not None:
         raise ValueError(
             f"trainer.mode={config.trainer.mode} with a data.sampler that learns from each batch: prompts are drawn "
             "before the batches that it would learn from; set trainer.mode=sync"
@@ -270,7 +270,7 @@ def train_loader(config: PPOConfig, dataset: Dataset, plan: BatchPlan) -> Prompt
 
 
 def train_sampler(config: PPOConfig, dataset: Dataset, batch_size: int) -> Sampler:
-    """Build the user's sampler, or one of rows by data.domain_weights, or of all rows alike.
+    """Build the user's sampler, or one of rows by data.domain_weights or data.curriculum, or of all rows alike.
 
     The seed is data.seed, or else trainer.seed.
     """
@@ -278,6 +278,9 @@ def train_sampler(config: PPOConfig, dataset: Dataset, batch_size: int) -> Sampl
     if data.sampler.class_path is not None:
         return part("sampler", "own")(data, dataset)
     seed = config.trainer.seed if data.seed is None else data.seed
+    if data.curriculum.enable:
+        order, n = {"shuffle": data.shuffle, "seed": seed}, config.actor_rollout_ref.rollout.n
+        return part("sampler", "difficulty")(data.curriculum, len(dataset), n, identity=dataset.identity(), **order)
     if not data.domain_weights:
         shuffle = data.shuffle and not config.env.train.tags  # groups take turns, and their starts are random as it is
         return ResumableSampler(len(dataset), shuffle=shuffle, seed=seed, identity=dataset.identity())

@@ -41,7 +41,7 @@ from verl_like.trainer.nsight import check_nsight
 from verl_like.trainer.own_code import check_own_code
 from verl_like.trainer.resume import find_resume
 from verl_like.trainer.reward_check import check_rewards
-from verl_like.user_code import SAMPLER_KEYS, load, load_class
+from verl_like.user_code import load
 
 logger = logging.getLogger(__name__)
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -276,8 +276,8 @@ def _check_vocabulary(config: PPOConfig, facts: Facts) -> None:
 
 def check_order(config: PPOConfig, facts: Facts) -> None:
     """Check what draws the training prompts, as far as it can be known where their files or sizes are at fault."""
-    if (sampler := config.data.sampler).class_path is not None:
-        load_class(sampler.class_path, sampler.class_name, **SAMPLER_KEYS)
+    if config.data.sampler.class_path is not None:
+        part("sampler", "class")(config.data)
     if (train := facts.known("train")) is not None:
         train_loader(config, train, facts.plan) if facts.known("plan") else train_sampler(config, train, 1)
 

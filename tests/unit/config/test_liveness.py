@@ -83,6 +83,7 @@ SAMPLES: dict[str, Any] = {
     "trainer.best_mode": "min",
     "reward_model.judge.score_pattern": r"\[(\d+)\]",
     "custom_reward_function.memory_limit_mb": 512,
+    "data.curriculum.prior": [1.0, 2.0],
     "trainer.controller_nsight_options": {"trace": "cuda"},
     "trainer.worker_nsight_options": {"trace": "cuda"},
 }

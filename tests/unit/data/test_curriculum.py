@@ -70,6 +70,27 @@ class Odd:
         pass
 """
 
+VERLS = """
+from omegaconf import DictConfig
+from torch.utils.data import Sampler
+from verl import DataProto
+from verl.experimental.dataset.sampler import AbstractCurriculumSampler
+
+
+class Hardest(AbstractCurriculumSampler):
+    def __init__(self, data_source, data_config: DictConfig):
+        self.order = list(range(len(data_source)))
+    def __iter__(self):
+        return iter(self.order)
+    def __len__(self):
+        return len(self.order)
+    def update(self, batch: DataProto | None) -> None:
+        assert isinstance(self, Sampler) and isinstance(batch, DataProto)
+        right = batch.batch["token_level_scores"].sum(-1) > 0
+        done = [int(row) for row, ok in zip(batch.non_tensor_batch["index"], right) if ok]
+        self.order = [row for row in self.order if row not in done]
+"""
+
 DATASETS = """
 from torch.utils.data import Dataset
 
@@ -157,6 +178,14 @@ def test_without_drop_last_no_prompt_is_skipped(tmp_path: Path, dataset: Dataset
     again = sampler(tmp_path, dataset, "Backwards")
     again.load_state_dict(json.loads(json.dumps(own.state_dict())))
     assert own.draw(3) == again.draw(3) == ([1, 1, 0], [11, 12, 13])
+
+
+def test_verls_curriculum_files_run_where_verl_is_not_installed(tmp_path: Path, dataset: Dataset) -> None:
+    (tmp_path / "of_verl.py").write_text(VERLS)
+    own = CustomSampler(DataConfig(sampler=SamplerConfig(class_path=f"{tmp_path}/of_verl.py:Hardest")), dataset)
+    batch = factory.rollouts([[5, 6], [5]]).replace(rows=[dataset[row][1] for row in own.draw(2)[0]])
+    own.feedback(batch, factory.scores([0.0, 1.0]))
+    assert own.draw(4)[0] == [2, 3, 4, 5] and own.draw(5)[0] == [0, 2, 3, 4, 5] and own.learns
 
 
 def test_a_curriculum_learns_from_scores_and_remembers_them(tmp_path: Path, dataset: Dataset) -> None:

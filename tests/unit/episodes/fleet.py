@@ -13,6 +13,7 @@ from verl_like.batch import Scores
 from verl_like.config import AlgorithmConfig, DataConfig, PPOConfig
 from verl_like.config.asynchronous import AsyncTrainingConfig
 from verl_like.config.batch_plan import draws_until_full
+from verl_like.config.data import CurriculumConfig
 from verl_like.data.dataset import PromptDataset
 from verl_like.data.loader import PromptLoader
 from verl_like.data.sampler import ResumableSampler
@@ -20,6 +21,7 @@ from verl_like.episodes.answering import Answering
 from verl_like.episodes.collector import Collector
 from verl_like.episodes.episode import EpisodeRunner, SingleTurn
 from verl_like.kit.bench.fake_time import FakeTimeEngine, FakeTimeRollout
+from verl_like.plugins.samplers.difficulty import CurriculumSampler
 from verl_like.rewards.grading import Answer, Graded, Grading, Scorer, require_enough
 from verl_like.rewards.parts import Part
 from verl_like.rewards.reward_call import RewardCall, RewardOutcome
@@ -152,6 +154,7 @@ def collector(
     asynchronous: AsyncTrainingConfig | None = None,
     total_steps: int | None = None,
     requeue: bool = False,
+    curriculum: CurriculumConfig | None = None,
     **how: Any,
 ) -> Iterator[tuple[Collector, Fleet]]:
     """A collector of N responses to each of `batch` prompts a step."""
@@ -162,7 +165,10 @@ def collector(
     if asynchronous is not None:
         config.trainer.mode, config.async_training = "colocate_async", asynchronous
     chooses = draws_until_full(config)
-    sampler = ResumableSampler(len(data), shuffle=False, seed=1, identity=data.identity())
+    order: dict[str, Any] = {"shuffle": False, "seed": 1, "identity": data.identity()}
+    sampler = ResumableSampler(len(data), **order)
+    if curriculum is not None:
+        sampler = CurriculumSampler(curriculum, len(data), N, **order)
     loader = PromptLoader(data, sampler, draw or batch, drop_last=not chooses)
     fleet = Fleet(*engines, by_rounds=asynchronous is None, requeue=requeue)
     answering = Answering(

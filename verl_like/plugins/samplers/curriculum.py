@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from verl_like.data.sampler import Sampler, check_identity
 from verl_like.user_code import SAMPLER_KEYS, accepted, check_call, load_class
 
 logger = logging.getLogger(__name__)
+_SHIM = str(Path(__file__).parent / "verl_shim")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +105,7 @@ class CustomSampler(Sampler):
 
     def __init__(self, data: DataConfig, dataset: Dataset) -> None:
         super().__init__()
-        cls = load_class(str(data.sampler.class_path), data.sampler.class_name, **SAMPLER_KEYS)
+        cls = sampler_class(data)
         view = dataset.rows if isinstance(dataset, ForeignDataset) else RowView(dataset)  # pyright: ignore
         self._sampler = _construct(cls, view, section_of(data), data.sampler.kwargs)
         self._num_rows, self._identity = len(dataset), dataset.identity()
@@ -170,6 +173,13 @@ class CustomSampler(Sampler):
                 self._begin_epoch()
             self._take(state["position"])
         self._load_drawn(state)
+
+
+def sampler_class(data: DataConfig) -> type:
+    """Load the user's class. What verl's own files import has stand-ins; an installed verl comes first."""
+    if _SHIM not in sys.path:
+        sys.path.append(_SHIM)
+    return load_class(str(data.sampler.class_path), data.sampler.class_name, **SAMPLER_KEYS)
 
 
 def _construct(cls: type, data_source: Any, data_config: Any, kwargs: dict[str, Any]) -> Any:
