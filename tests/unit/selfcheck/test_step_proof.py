@@ -343,6 +343,11 @@ CREDIT: dict[str, tuple[list[str], Plant, str]] = {
         around(worker_roles, "build_engine", with_the_actors_optimizer),
         "step 1: critic: mini-batch 1: learning rate",
     ),
+    "an incomplete last mini-batch that is left out": (
+        ["algorithm.adv_estimator=grpo"],
+        around(roles, "cut_minibatches", lambda own, *given, **how: [p for p in own(*given, **how) if len(p) > 4]),
+        "step 1: actor: optimizer steps",
+    ),
     "a tensor too many in the export": (
         ["algorithm.adv_estimator=grpo"],
         around(export.WeightExport, "stream", one_too_many),

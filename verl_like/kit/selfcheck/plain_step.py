@@ -128,9 +128,31 @@ class PlainRole:
     @torch.no_grad()
     def take(self, weights: dict[str, Tensor]) -> None:
         """Go on from the run's own weights, where all are trained: Adam makes steps of rounding, which would add up."""
-        if self.model.adapters is None:
-            for name, weight in self.weights().items():  # views of the model's own, but for some kinds of experts
+        if self.model.adapters is not None:
+            return
+        named, copies = dict(self.model.hf.named_parameters()), list[str]()
+        own = {weight.untyped_storage().data_ptr(): name for name, weight in named.items()}
+        for name, weight in self.weights().items():  # mostly views of the model's own
+            place = weight.untyped_storage().data_ptr()
+            if place in own:
                 weight.copy_(weights.get(name, weight))
+                named.pop(own[place], None)
+            else:
+                copies.append(name)
+        if copies:
+            self._take_apart(named, {name: weights[name] for name in copies if name in weights})
+
+    def _take_apart(self, named: dict[str, Tensor], weights: dict[str, Tensor]) -> None:
+        """Set parameters that files hold otherwise: the place of each number, stored as a number, tells where."""
+        flat = torch.cat([weight.detach().flatten() for weight in named.values()])
+        sizes = [weight.numel() for weight in named.values()]
+        places = torch.arange(len(flat)).split(sizes)
+        whole = {name: part.view(weight.shape) for (name, weight), part in zip(named.items(), places, strict=True)}
+        found = self.stored(whole)
+        for name, weight in weights.items():
+            flat[found[name].flatten()] = weight.to(flat).flatten()
+        for weight, part in zip(named.values(), flat.split(sizes), strict=True):
+            weight.copy_(part.view(weight.shape))
 
     def weights(self) -> dict[str, Tensor]:
         """Every weight as checkpoints name and cut it, adapters added in; the next step changes them."""

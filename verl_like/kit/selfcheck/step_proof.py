@@ -183,6 +183,9 @@ def frozen_rollouts(config: PPOConfig, vocab_size: int) -> tuple[Rollouts, Score
     score_B[: min(n, 2)] = torch.tensor([1.0, 0.0])[: min(n, 2)]  # a group with a signal, whatever was drawn
     score_B[n : 2 * n] = score_B[n] if n > 1 else score_B[n : 2 * n]  # and one without
     valid_B[-1] = len(rows) < 4
+    if _ends_short(config):  # the last group failed as a whole, and one row of another
+        valid_B[-n:] = valid_B[2 * n - 1] = False
+        score_B[2 * n : 2 * n + 2] = torch.tensor([1.0, 0.0])
     starts_BR = mask_BR & ~mask_BR.roll(1, dims=1).index_fill(1, torch.tensor([0]), False)
     step_BR = (starts_BR.cumsum(dim=1) - 1).masked_fill(~mask_BR, -1).int()  # a turn is a run of sampled tokens
     episode_B = torch.arange(len(rows))
@@ -218,6 +221,13 @@ def frozen_rollouts(config: PPOConfig, vocab_size: int) -> tuple[Rollouts, Score
         baseline_B=torch.rand(prompts, generator=generator).repeat_interleave(n),
     )
     return rollouts, scores, [left_out] if left_out else []
+
+
+def _ends_short(config: PPOConfig) -> bool:
+    """True where a failed group leaves the last mini-batch incomplete, and not by chance without any signal."""
+    actor, critic, n = config.actor_rollout_ref.actor, config.critic, config.actor_rollout_ref.rollout.n
+    shuffled = actor.shuffle or (needs_critic(critic, config.algorithm) and critic.shuffle)
+    return n > 1 and not shuffled and actor.ppo_mini_batch_size < config.data.train_batch_size
 
 
 def compared(plain: PlainRecord, real: RealStep, mask_BR: Tensor) -> Iterator[Finding]:
