@@ -9,7 +9,7 @@ sequences over all processes and are divided by the data-parallel size here. doc
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from verl_like.config.actor import ActorConfig, OldLogProbs
 from verl_like.config.algorithm import AlgorithmConfig
@@ -261,8 +261,6 @@ def _role_plan(problems: list[str], config: PPOConfig, role: RoleConfig, pools: 
     pool, prompts, mini = _pool_with(pools, role.name), config.data.train_batch_size, role.mini_batch_prompts
     data_parallel = role.data_parallel(problems, pool.world_size, pool.size_text)
     rules = {name: cut.rule(problems, data_parallel) for name, cut in role.passes.items()}
-    if role.copies:
-        role = replace(role, fsdp=replace(role.fsdp, fsdp_size=max(1, pool.world_size // role.copies)))
     trained = role.optim is not None
     mini_batches = _mini_batches(problems, prompts, f"{role.section}.ppo_mini_batch_size", mini) if trained else 0
     return RolePlan(

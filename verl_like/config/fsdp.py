@@ -65,6 +65,9 @@ class FSDPConfig(ConfigNode):
     tensor_parallel_size: int = key(1, at_least(1), unit="processes")
     """Neighbouring processes that split the matrices of every layer among them; 1: none. They get the same sequences,
     and count among the processes of fsdp_size."""
+    expert_parallel_size: int = key(1, at_least(1), unit="processes")
+    """Neighbouring processes, out of those of fsdp_size, that hold some of every layer's experts each; tokens travel to
+    them. 1: FSDP gathers all experts of a layer everywhere."""
     forward_prefetch: bool = False
     """Ask for the next layer's parameters when a layer's forward starts, not only when it ends."""
     model_dtype: str = key("float32", one_of(*DTYPES[1:]))

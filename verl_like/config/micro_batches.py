@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from verl_like.config.mesh import tokens_together
 from verl_like.config.ppo import PPOConfig
 
 
@@ -60,7 +61,7 @@ class Cut:
     def rule(self, problems: list[str], data_parallel: int) -> MicroBatchRule:
         """Rule that the engine is told; sizes that do not fit are appended to `problems`."""
         if self.by_tokens:
-            return MicroBatchRule(max_tokens=self.budget * self.ulysses)
+            return MicroBatchRule(max_tokens=tokens_together(self.budget, self.ulysses))
         sized = self._sized
         if sized is None:
             if self.fallback is None or self.fallback.by_tokens:  # else the fallback says it

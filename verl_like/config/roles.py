@@ -15,6 +15,7 @@ from verl_like.config.algorithm import AlgorithmConfig
 from verl_like.config.critic import CriticConfig
 from verl_like.config.distillation import TeacherModelConfig
 from verl_like.config.fsdp import FSDPConfig
+from verl_like.config.mesh import MeshSizes
 from verl_like.config.micro_batches import Cut, cuts
 from verl_like.config.model import ModelConfig
 from verl_like.config.optim import OptimConfig
@@ -75,6 +76,10 @@ class RoleConfig:
         return self.keys.get("tensor") or f"{self.sharding_section}.tensor_parallel_size"
 
     @property
+    def expert_key(self) -> str:
+        return f"{self.sharding_section}.expert_parallel_size"
+
+    @property
     def tensor(self) -> int:
         """[processes] that split every matrix among them."""
         return self.fsdp.tensor_parallel_size
@@ -82,22 +87,36 @@ class RoleConfig:
     @property
     def ranks_per_row(self) -> int:
         """Neighbouring processes that get the same rows: those of Ulysses, or of tensor parallelism."""
-        return self.ulysses * self.tensor
+        return self.mesh(1).ranks_per_row
+
+    def mesh(self, processes: int) -> MeshSizes:
+        """Sizes of its mesh on so many processes."""
+        return MeshSizes(
+            world=processes,
+            fsdp_size=self.fsdp.fsdp_size,
+            copies=self.copies,
+            context=self.ulysses,
+            tensor=self.tensor,
+            expert=self.fsdp.expert_parallel_size,
+        )
 
     def data_parallel(self, problems: list[str], processes: int, processes_text: str) -> int:
         """Number of groups of `ranks_per_row` among its pool's processes; what does not divide goes to `problems`."""
-        for key, size in ((self.ulysses_key, self.ulysses), (self.tensor_key, self.tensor)):
-            if processes % size:
-                problems.append(f"{key}={size}: must divide the number of processes ({processes_text})")
-        if 0 < self.fsdp.fsdp_size < processes and self.fsdp.fsdp_size % self.tensor:
-            problems.append(
-                f"{self.tensor_key}={self.tensor} does not divide {self.sharding_section}.fsdp_size="
-                f"{self.fsdp.fsdp_size}: the processes with one copy of the model are whole tensor-parallel groups"
-            )
-        if self.copies and (processes % self.copies or processes // self.copies % self.tensor):
+        sizes, copy_key, replicas = self.mesh(processes), f"{self.sharding_section}.fsdp_size", False
+        keys = {"context": self.ulysses_key, "tensor": self.tensor_key, "copy": copy_key, "expert": self.expert_key}
+        for axis, total in sizes.problems():
+            named = f"{keys[axis]}={getattr(sizes, axis)}"
+            if self.copies and "copy" in (axis, total):
+                replicas = True
+            elif total == "copy" and sizes.copy < processes:
+                why = f"the processes with one copy of the model are whole {axis}-parallel groups"
+                problems.append(f"{named} does not divide {copy_key}={sizes.copy}: {why}")
+            else:
+                problems.append(f"{named}: must divide the number of processes ({processes_text})")
+        if replicas:
             each = f"{processes_text}, in groups of {self.tensor_key}={self.tensor}"
             problems.append(f"{self.section}.num_replicas={self.copies}: must divide the number of processes ({each})")
-        return max(1, processes // self.ranks_per_row)
+        return sizes.data_parallel
 
 
 def roles_of(config: PPOConfig) -> dict[str, RoleConfig]:

@@ -42,9 +42,11 @@ class WeightExport:
 
         Adapters are gathered in float32, and cast at the end.
         """
+        if form == "merged" and self._adapters is None:
+            yield from self._in_parts(dtype)
+            return
         if form == "merged":
-            whole = self._full(dtype)
-            yield from self._as_stored(whole if self._adapters is None else self._adapters.merged(whole))
+            yield from self._as_stored(self._of_adapters(form).merged(self._full(dtype)))
             return
         adapters = self._of_adapters(form)
         shapes = adapters.shapes()
@@ -129,6 +131,16 @@ class WeightExport:
             start, end = max(part.row, first), min(part.row + part.values.shape[0], first + count)
             if start < end:
                 yield stored, Slice(part.values[start - part.row : end - part.row], start - first, part.column)
+
+    def _in_parts(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Yield what `_as_stored` does of all weights; spread experts by owner, where each is stored by itself."""
+
+        def by_expert(name: str) -> bool:
+            return self._stored.is_by_expert(name.removeprefix(HF_PREFIX))
+
+        for name, first, tensor in self._sharding.weights_in_parts(dtype, lambda _: True, by_expert):
+            yield from self._stored.views(name.removeprefix(HF_PREFIX), tensor, first)
+            del tensor  # before the next is gathered
 
     def _as_stored(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in stream:

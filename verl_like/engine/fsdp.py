@@ -27,7 +27,6 @@ from verl_like.models.heads import HIDDEN, TOP_IDS, TOP_LOG_PROBS, PolicyModel
 from verl_like.parallel import sharding
 from verl_like.parallel.activation_offload import ActivationOffload
 from verl_like.parallel.dist import ProcessInfo
-from verl_like.parallel.ulysses import sequence_group
 
 if TYPE_CHECKING:
     from verl_like.config.batch_plan import MicroBatchRule
@@ -67,7 +66,8 @@ class FSDPEngine(ShardedModel):
         super().__init__(role, process, schedule, tokenizer_size, seed)
         losses = self._router_losses is not None  # of a prompt that is there once they would depend on the cut
         self.shares_prompts = loading.shares_prompts(role.model) and not losses
-        self._row_group = self.sharding.tensor_group or sequence_group(role.ulysses)  # ranks that share their rows
+        self._mesh = self.sharding.mesh
+        self._row_group, self._is_split = self._mesh.rows, self._mesh.tensor is not None
         moves = role.optim is not None and role.model.enable_activation_offload and self.device.type == "cuda"
         self._activations = ActivationOffload(self.device) if moves else None
         self._seed, self._updates = seed, 0  # updates since the schedule's last step
@@ -77,7 +77,7 @@ class FSDPEngine(ShardedModel):
         self._references: tuple[FSDPEngine, ...] = ()
         if self.packed:
             checked = (self.sharding.root, self.model, self.hf_config, self.device, self.compute_dtype)
-            packing_check.check_packing(*checked, self.sharding.tensor_group, self._vision)
+            packing_check.check_packing(*checked, self._row_group if self._is_split else None, self._vision)
             self.sharding.reshard()
         if role.fsdp.param_offload:
             self.offload(params=True, optimizer=False)
@@ -170,7 +170,8 @@ class FSDPEngine(ShardedModel):
 
     def _gathers_alone(self, others: list[Head]) -> bool:
         """True where FSDP's gathers are the only messages that a forward pass exchanges with other ranks."""
-        return self._row_group is None and not others and self._vision is None  # ranks count parts of the tower
+        plain = self._row_group is None and self._mesh.expert is None
+        return plain and not others and self._vision is None  # ranks count parts of the tower
 
     def _cut(self, batch: Batch, rule: MicroBatchRule) -> list[tuple[list[int], Batch] | None]:
         return microbatch.cut(batch, rule, share_prompts=self.shares_prompts)
@@ -213,7 +214,7 @@ class FSDPEngine(ShardedModel):
             inputs = self._whole_input(rows, device)
         if self._row_group is None:
             return inputs
-        take_slice = packing.take_slice if self.sharding.tensor_group is None else tensor_plan.take_slice
+        take_slice = tensor_plan.take_slice if self._is_split else packing.take_slice
         return take_slice(inputs, self._row_group).to(self.device)
 
     def _whole_input(self, rows: Sequences, device: torch.device) -> packing.ModelInput:
@@ -281,8 +282,8 @@ class FSDPEngine(ShardedModel):
         Ranks of a tensor group draw alike, because they hold the same activations.
         """
         assert self.schedule is not None
-        group = self.sharding.tensor_group
-        rank = self.process.rank if group is None else self.process.rank // group.size
+        axis = self._mesh.tensor
+        rank = self.process.rank if axis is None else self.process.rank // axis.group.size
         place = f"{self._seed}/{self.kind}/{rank}/{self.schedule.steps_done}/{self._updates}"
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(int.from_bytes(hashlib.blake2b(place.encode(), digest_size=7).digest(), "little"))

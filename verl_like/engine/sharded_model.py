@@ -24,10 +24,12 @@ from verl_like.models import blocks, families, loading, lora, tensor_plan
 from verl_like.models.checkpoint_names import CheckpointNames
 from verl_like.models.families import num_experts
 from verl_like.models.heads import HF_PREFIX, TokenModel, dtype_of
+from verl_like.models.lora_experts import stacks_of
 from verl_like.models.vision import processor_of
 from verl_like.parallel import sharding
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.parallel.fsdp import Sharding
+from verl_like.parallel.mesh import ParallelMesh
 
 if TYPE_CHECKING:
     from verl_like.config.roles import RoleConfig
@@ -50,6 +52,7 @@ class ShardedModel:
         loading.check_backend(model, self.hf_config, self.device)
         loading.check_ulysses(model, self.hf_config, role.ulysses)
         tensor_plan.check_engine(model, self.hf_config, fsdp, ulysses=role.ulysses)
+        tensor_plan.check_experts(model, self.hf_config, fsdp.expert_parallel_size, trained=optim is not None)
         self._vision = processor_of(model, self.hf_config)
         self.compute_dtype = dtype_of(resolve_dtype(fsdp.dtype, self.device.type))
         self._adapters: lora.Adapters | None = None
@@ -98,6 +101,7 @@ class ShardedModel:
 
     def _shard(self) -> Sharding:
         fsdp, precision = self.role.fsdp, self.role.fsdp.mixed_precision
+        mesh = ParallelMesh(self.role.mesh(self.process.world_size), self.device)
         layers = loading.sharding_units(self.model, fsdp)
         if self.role.compile_blocks:
             blocks.compile_blocks(layers, self.device)
@@ -105,11 +109,13 @@ class ShardedModel:
             self.model,
             layers,
             fsdp,
+            mesh,
             compute_dtype=self.compute_dtype,
             reduce_dtype=dtype_of(precision.reduce_dtype),
             buffer_dtype=None if precision.buffer_dtype is None else dtype_of(precision.buffer_dtype),
             device=self.device,
             tensor=tensor_plan.tensor_plan(self.model, self.hf_config, self.role.tensor),
+            experts=() if mesh.expert is None else [*stacks_of(self.model.hf)[0].values()],
         )
 
     @property

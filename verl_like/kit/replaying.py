@@ -35,9 +35,11 @@ _ALONE = {
     "reward_model.enable_resource_pool": False,
     **{f"{role}.ulysses_sequence_parallel_size": 1 for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref")},
     "critic.ulysses_sequence_parallel_size": 1,
-    "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size": 1,
-    "actor_rollout_ref.ref.fsdp_config.tensor_parallel_size": 1,
-    "critic.model.fsdp_config.tensor_parallel_size": 1,
+    **{
+        f"{section}.fsdp_config.{axis}_parallel_size": 1
+        for section in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic.model")
+        for axis in ("tensor", "expert")
+    },
     "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
 }
 _ONCE = {

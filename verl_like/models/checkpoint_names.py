@@ -59,25 +59,34 @@ class CheckpointNames:
         self._known: dict[str, tuple[str, ...]] = {}
         self._turned: set[str] = set()
 
-    def views(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def views(self, name: str, tensor: Tensor, first: int = 0) -> Iterator[tuple[str, Tensor]]:
         """Yield (stored name, view) of everything that the parameter `name` holds.
+
+        first: of a part of a stack that `is_by_expert`, the number of its first expert.
 
         Writing into a view writes into `tensor`.
 
         Raises ValueError for a layout that is not a stack of experts.
         """
-        if name not in self._known:
-            self._known[name] = self._stored_names(name)
-        stored = self._known[name]
+        stored = self._stored(name)
         if name in self._turned:
             yield stored[0], tensor.transpose(1, 2)
             return
         if stored[0].count(_EACH_EXPERT) == 0:
             yield stored[0], tensor
             return
-        for expert, matrix in enumerate(tensor.unbind(0)):
+        for expert, matrix in enumerate(tensor.unbind(0), first):
             for pattern, part in zip(stored, matrix.chunk(len(stored)), strict=True):
                 yield pattern.replace(_EACH_EXPERT, str(expert)), part
+
+    def is_by_expert(self, name: str) -> bool:
+        """True for a stack of experts of which each is stored by itself."""
+        return _EACH_EXPERT in self._stored(name)[0]
+
+    def _stored(self, name: str) -> tuple[str, ...]:
+        if name not in self._known:
+            self._known[name] = self._stored_names(name)
+        return self._known[name]
 
     def is_turned(self, name: str) -> bool:
         """True for a stack of experts [experts, n, m] stored as [experts, m, n]; known when `views` has named it."""

@@ -285,6 +285,12 @@ def _targets(
     return chosen
 
 
+def adapts_experts(hf: PreTrainedModel, model: ModelConfig) -> bool:
+    """True where stacks of experts get adapters."""
+    meant = _experts_meant(hf, stacks_of(hf)[0], model.target_modules)
+    return any(model.exclude_modules is None or not _matches(name, model.exclude_modules) for name in meant)
+
+
 def _experts_meant(hf: PreTrainedModel, experts: dict[str, Any], wanted: Any) -> list[str]:
     """Choose the modules of experts of which all is named: themselves, both stacks, or every part of these in files."""
     chosen = []

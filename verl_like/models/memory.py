@@ -33,6 +33,7 @@ class Shape:
     """Sizes that a decoder's memory depends on.
 
     inner: width of the MLP, of all experts that one token visits together.
+    expert_weights: of all routed experts of a layer.
     """
 
     hidden: int
@@ -46,14 +47,16 @@ class Shape:
     all_weights: int
     root_weights: int  # embedding, final norm and head: FSDP's root unit
     tied: bool
+    expert_weights: int = 0
 
     @classmethod
     def of(cls, config: PretrainedConfig, cost: ModelCost) -> Shape:
         """Read the sizes from a Hugging Face config, and from the weights counted in its model."""
         text = config.get_text_config()
         hidden, heads = text.hidden_size, text.num_attention_heads
-        inner = getattr(text, "intermediate_size", None) or 4 * hidden
+        inner, expert_weights = getattr(text, "intermediate_size", None) or 4 * hidden, 0
         if num_experts(text):
+            expert_weights = 3 * hidden * num_experts(text) * (getattr(text, "moe_intermediate_size", None) or inner)
             inner = (getattr(text, "moe_intermediate_size", None) or inner) * text.num_experts_per_tok
             inner += getattr(text, "shared_expert_intermediate_size", None) or 0
         embedding = text.vocab_size * hidden
@@ -70,6 +73,7 @@ class Shape:
             all_weights=cost.all_weights,
             root_weights=embedding * (1 if tied else 2) + hidden,
             tied=tied,
+            expert_weights=expert_weights,
         )
 
     @property

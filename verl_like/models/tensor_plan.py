@@ -1,7 +1,8 @@
 """Plan of the layers that tensor parallelism splits, after transformers' own for the model (`base_model_tp_plan`).
 
 Embedding, norms and output head are in no group's plan here: they work on slices of the tokens (parallel/tensor.py),
-and FSDP shards them over all ranks, those of the group included.
+and FSDP shards them over all ranks, those of the group included. Experts are handed out whole (parallel/experts.py);
+which models can have that is asked here too.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from typing import TYPE_CHECKING
 from torch import nn
 from transformers import PretrainedConfig
 
-from verl_like.models import families, loading, packing
+from verl_like.models import families, loading, lora, packing
 from verl_like.models.heads import TokenModel
+from verl_like.models.lora_experts import stacks_of
 from verl_like.parallel.tensor import Style, TensorPlan
 
 if TYPE_CHECKING:
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from verl_like.models.packing import ModelInput
     from verl_like.parallel.ulysses import SequenceRanks
 
-KEY = "fsdp_config.tensor_parallel_size"
+KEY, EXPERT_KEY = "fsdp_config.tensor_parallel_size", "fsdp_config.expert_parallel_size"
 _STYLES: dict[str, Style] = {
     "colwise": "column",
     "rowwise": "row",
@@ -105,6 +107,36 @@ def tensor_plan(model: TokenModel, config: PretrainedConfig, size: int, key: str
             f"({', '.join(styles)}); set it to 1"
         )
     return TensorPlan(size=size, linears=linears, gathered=frozenset(gathered))
+
+
+def check_experts(
+    model: ModelConfig, config: PretrainedConfig, size: int, key: str = EXPERT_KEY, *, trained: bool
+) -> None:
+    """Check that a model's experts can be spread over `size` processes.
+
+    Names and shapes come from a model on the meta device. Raises ValueError, naming `key` and the numbers, where they
+    cannot.
+    """
+    if size == 1:
+        return
+    count = families.num_experts(config)
+    if not count:
+        raise ValueError(f"{key}={size}: a {config.model_type!r} model has no experts; set it to 1")
+    if count % size:
+        sizes = [n for n in range(1, count + 1) if count % n == 0]
+        raise ValueError(f"{key}={size} does not divide the model's {count} experts: use one of {sizes}")
+    hf = loading.build_meta_model(model, config, kind="policy").hf
+    stacks = stacks_of(hf)[0]
+    if not stacks or any(part.gate_up_proj.shape[0] != count for part in stacks.values()):
+        raise ValueError(
+            f"{key}={size}: transformers does not stack the experts of a {config.model_type!r} model in a form that "
+            "can be handed out; set it to 1: FSDP shards them"
+        )
+    if trained and model.lora_rank > 0 and lora.adapts_experts(hf, model):
+        raise ValueError(
+            f"{key}={size} with model.lora_rank={model.lora_rank}: adapters of experts are not handed out; leave them "
+            "out (model.exclude_modules=[experts]), or set the size to 1"
+        )
 
 
 def take_slice(whole: ModelInput, group: SequenceRanks) -> ModelInput:

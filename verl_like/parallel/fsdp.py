@@ -19,22 +19,15 @@ from torch.distributed.tensor import DTensor
 
 from verl_like.parallel import broken_pass
 from verl_like.parallel.checksum import Slice, as_matrix
+from verl_like.parallel.experts import spread_experts
 from verl_like.parallel.materialize import Materializer
-from verl_like.parallel.sharding import (
-    build_mesh,
-    build_tensor_mesh,
-    fill_devices,
-    local_tensor,
-    named_states,
-    release,
-    saved_buffers,
-)
+from verl_like.parallel.mesh import ParallelMesh, SplitAxis
+from verl_like.parallel.sharding import fill_devices, local_tensor, named_states, release, saved_buffers
 from verl_like.parallel.tensor import TensorSplitter, sum_in_place
 
 if TYPE_CHECKING:
     from verl_like.config import FSDPConfig
     from verl_like.parallel.tensor import TensorPlan
-    from verl_like.parallel.ulysses import SequenceRanks
 
 
 class Sharding:
@@ -47,12 +40,14 @@ class Sharding:
         model: the model; rank 0 holds its weights, the others hold it on the meta device.
         layers: modules to shard as units, in the order of the forward pass.
         fsdp: fsdp_config.
+        mesh: the ranks.
         compute_dtype: precision in which weights are gathered; the shards keep the dtype they have.
         reduce_dtype: precision in which gradients are added up.
         buffer_dtype: precision of floating-point buffers; None keeps the model's.
         device: where the passes run.
         tensor: linear layers to split among the ranks of tensor-parallel groups. A layer is then sharded over the ranks
             that hold the same split, the root over all ranks: each rank of a group has its own part of the root's work.
+        experts: modules of stacked experts, where the mesh has an axis of them: units of their own, in their layers.
 
     A rank alone has nobody to add up gradients with: doing it once costs no memory, unless the shards are narrower than
     the sum. On a CPU it keeps the gathered weights as well, as with reshard_after_forward=False: they are a copy, and
@@ -70,44 +65,52 @@ class Sharding:
         model: nn.Module,
         layers: Sequence[nn.Module],
         fsdp: FSDPConfig,
+        mesh: ParallelMesh,
         *,
         compute_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
         buffer_dtype: torch.dtype | None,
         device: torch.device,
         tensor: TensorPlan | None = None,
+        experts: Sequence[nn.Module] = (),
     ) -> None:
-        self.root, self._device = model, device
+        self.root, self._device, self.mesh = model, device, mesh
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if fsdp.offload_policy else OffloadPolicy()
         weights = Materializer(model, *fill_devices(fsdp, device), buffer_dtype)
-        self._mesh = self._layer_mesh = build_mesh(device, fsdp.fsdp_size)
-        self._splitter: TensorSplitter | None = None
-        if tensor is not None:
-            whole = build_tensor_mesh(device, fsdp.fsdp_size, tensor.size)
-            self._layer_mesh = whole[tuple(whole.mesh_dim_names or ())[:-1]]
-            self._splitter = TensorSplitter(tensor, whole["tensor"])
-        alone = dist.get_world_size() == 1 and not fsdp.offload_policy
+        splitter = None if tensor is None or mesh.tensor is None else TensorSplitter(tensor, mesh.tensor)
+        alone = mesh.sizes.world == 1 and not fsdp.offload_policy
         self.reduces_once = alone and all(p.dtype == reduce_dtype for p in model.parameters() if p.requires_grad)
         keep_gathered = not fsdp.reshard_after_forward or (alone and device.type == "cpu")
         shared = {
             "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype),
             "offload_policy": offload,
         }
+        own_units = {id(module) for module in experts}
         for layer in layers:
+            inside = [module for module in layer.modules() if id(module) in own_units]
+            for module in inside:
+                assert mesh.expert is not None
+                weights.fill(module, mesh.expert)
+                spread_experts(module, mesh.expert.group)
+                # Inputs stay as they are: a router's float32 weights of the chosen experts are among them.
+                policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype, cast_forward_inputs=False)
+                options = {**shared, "mp_policy": policy, "reshard_after_forward": not keep_gathered}
+                fully_shard(module, mesh=mesh.expert.shards, **options)
             weights.fill(layer)
-            if self._splitter is not None:
-                self._splitter.split(layer)
-            fully_shard(layer, mesh=self._layer_mesh, **shared, reshard_after_forward=not keep_gathered)
-        if self._splitter is not None:
-            self._splitter.check_complete()
+            if splitter is not None:
+                splitter.split(layer)
+            fully_shard(layer, mesh=mesh.layers, **shared, reshard_after_forward=not keep_gathered)
+        if splitter is not None:
+            splitter.check_complete()
         weights.fill(model)
-        fully_shard(model, mesh=self._mesh, **shared, reshard_after_forward=False)
-        self._units: list[nn.Module] = [model, *layers]
+        fully_shard(model, mesh=mesh.root, **shared, reshard_after_forward=False)
+        self._units: list[nn.Module] = [model, *layers, *experts]
         self.recovers = broken_pass.is_possible(self._units)
-        self.gathers_the_rest = self.recovers and not _holds_any(layers, layers)  # the order of nested ones is another
+        nested = _holds_any(layers, self._units)
+        self.gathers_the_rest = self.recovers and not nested  # the order of nested ones is another
         self.reduces_the_rest = (
             self.gathers_the_rest
-            and self._layer_mesh["shard"].size() > 1  # else FSDP2 reduces between replicas alone, which is not noted
+            and mesh.layers["shard"].size() > 1  # else FSDP2 reduces between replicas alone, which is not noted
             and not _holds_any(_blocks(model), layers)  # a block that is computed again gathers its parts in between
         )
         if self.reduces_the_rest:
@@ -173,52 +176,51 @@ class Sharding:
         """Trained shards of this rank, for the optimizer."""
         return [p for p in self.root.parameters() if p.requires_grad]
 
-    @property
-    def tensor_group(self) -> SequenceRanks | None:
-        """Ranks among which every layer is split (parallel/tensor.py); they need the same rows, in slices."""
-        return None if self._splitter is None else self._splitter.group
-
     def complete_gradients(self) -> None:
         """Add up the parts that the ranks of the tensor group have of one gradient; once, after the last micro-batch.
 
         Weights of a layer that are not split (norms, an adapter's other half) have had the group's tokens apart, or its
         heads; FSDP has summed over the ranks of the same split alone.
         """
-        if self._splitter is not None:
-            partial = [p for p in self.parameters() if self._held_by(p) is self._layer_mesh and p.grad is not None]
-            sum_in_place([local_tensor(p.grad) for p in partial], self._splitter.group.group, self._device)
+        axis = self.mesh.tensor
+        if axis is not None:
+            partial = [p for p in self.parameters() if self._is_whole_in_layer(p) and p.grad is not None]
+            sum_in_place([local_tensor(p.grad) for p in partial], axis.group.group, self._device)
 
-    def _held_by(self, parameter: nn.Parameter) -> DeviceMesh | None:
-        """Mesh that a parameter is sharded over: the root's, the layers', or None for a split weight (both axes)."""
-        assert isinstance(parameter, DTensor)
-        meshes = (self._mesh, self._layer_mesh)
-        return next((mesh for mesh in meshes if parameter.device_mesh == mesh), None)
+    def _is_whole_in_layer(self, parameter: nn.Parameter) -> bool:
+        """True for a weight of a layer that the ranks of the tensor group hold alike."""
+        mesh = self.mesh
+        return mesh.split_of(parameter) is None and mesh.sharded_over(parameter) is not mesh.root
 
     def gradient_norm(self) -> Tensor:
         """2-norm of the whole gradient, the same on every rank."""
-        if self._splitter is not None:
-            return self._norm_of_parts(self._splitter.group)
+        if self.mesh.tensor is not None or self.mesh.expert is not None:
+            return self._norm_of_parts()
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
-    def _norm_of_parts(self, group: SequenceRanks) -> Tensor:
+    def _norm_of_parts(self) -> Tensor:
         """Norm from squares summed over the ranks that hold different parts: one sum for each kind of parameter."""
-        squares = torch.zeros(3, device=self._device)  # the root's, the layers', those of split weights
-        meshes = (self._mesh, self._layer_mesh, None)
+        axes = (self.mesh.tensor, self.mesh.expert)
+        kinds: list[tuple[SplitAxis | None, DeviceMesh]] = [(axis, axis.shards) for axis in axes if axis is not None]
+        kinds += [(None, mesh) for mesh in {id(each): each for each in (self.mesh.layers, self.mesh.root)}.values()]
+        squares = torch.zeros(len(kinds), device=self._device, dtype=torch.float64)
         for p in self.parameters():
             if p.grad is not None:
+                kind = (self.mesh.split_of(p), self.mesh.sharded_over(p))
                 norm = torch.linalg.vector_norm(local_tensor(p.grad), dtype=torch.float32)
-                squares[meshes.index(self._held_by(p))] += norm.square().to(self._device)
-        dist.all_reduce(squares[2:], group=group.group)
-        dist.all_reduce(squares[1:], group=self._layer_mesh.get_group("shard"))
-        dist.all_reduce(squares[:1], group=self._mesh.get_group("shard"))
-        return squares.sum().sqrt()
+                squares[kinds.index(kind)] += norm.double().square().to(self._device)
+        for index, (axis, shards) in enumerate(kinds):
+            dist.all_reduce(squares[index], group=shards.get_group("shard"))
+            if axis is not None:
+                dist.all_reduce(squares[index], group=axis.group.group)
+        return squares.sum().sqrt().float()
 
-    def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, full float32 gradient on the device) of every parameter that has one, for checks."""
+    def full_gradients(self, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, full gradient on the device) of every parameter that has one, for checks."""
         for name, parameter in self.root.named_parameters():
             if parameter.requires_grad and parameter.grad is not None:
-                yield name, self._gather(parameter, parameter.grad, torch.float32)
+                yield name, self._gather(parameter, parameter.grad, dtype)
 
     def drop_gradients(self) -> None:
         """Free the gradients of all parameters."""
@@ -232,12 +234,30 @@ class Sharding:
 
         Saved buffers come last, in float32. wanted: true for the names to gather; None gathers all.
         """
+        parts = self.weights_in_parts(dtype, wanted or (lambda _: True), lambda _: False)
+        return ((name, tensor) for name, _, tensor in parts)
+
+    def weights_in_parts(
+        self, dtype: torch.dtype, wanted: Callable[[str], bool], in_parts: Callable[[str], bool]
+    ) -> Iterator[tuple[str, int, Tensor]]:
+        """Yield (name, first row, tensor) as `full_weights` does, but experts that are spread owner by owner.
+
+        in_parts: true for the names of which no rank is to hold more than two owners' parts; others come whole.
+        """
         for name, parameter in self.root.named_parameters():
-            if wanted is None or wanted(name):
-                yield name, self._gather(parameter, parameter, dtype)
+            if not wanted(name):
+                continue
+            axis = self.mesh.expert
+            if axis is not None and axis.holds(parameter) and in_parts(name):
+                first = 0
+                for part in axis.parts(parameter, self._device, dtype):
+                    yield name, first, part
+                    first += part.shape[0]
+            else:
+                yield name, 0, self._gather(parameter, parameter, dtype)
         for name, buffer in saved_buffers(self.root):
-            if wanted is None or wanted(name):
-                yield name, buffer.to(device=self._device, dtype=torch.float32, copy=True)
+            if wanted(name):
+                yield name, 0, buffer.to(device=self._device, dtype=torch.float32, copy=True)
 
     def local_slices(self) -> Iterator[tuple[str, torch.Size, Slice]]:
         """Yield (name, whole shape, this rank's part on the device) of all weights, in the precision of the shards.
@@ -248,38 +268,36 @@ class Sharding:
         the entries that the ranks of a tensor-parallel group hold alike, the first rank yields them. Gathers nothing.
         """
         self.reshard()
-        first = self._splitter is None or self._splitter.group.rank == 0
+        first = self.mesh.tensor is None or self.mesh.tensor.group.rank == 0
         for name, parameter in self.root.named_parameters():
             assert isinstance(parameter, DTensor)
             with torch.no_grad():  # with gradients, torch makes two DTensors on the way
                 local, starts = parameter.to_local().detach().to(self._device), [0] * parameter.ndim
-            held_by = self._mesh if self._splitter is None else self._held_by(parameter)
-            rows = parameter.shape[0]
-            if self._splitter is not None and held_by is None:
-                split = self._splitter.dimension(parameter, self._layer_mesh)
-                starts[split] = parameter.shape[split] // self._splitter.group.size * self._splitter.group.rank
-                rows = rows // self._splitter.group.size if split == 0 else rows
-            elif held_by is self._layer_mesh and held_by is not self._mesh and not first:
+            rows, axis = parameter.shape[0], self.mesh.split_of(parameter)
+            if axis is not None:
+                split = axis.dimension(parameter)
+                starts[split] = parameter.shape[split] // axis.group.size * axis.group.rank
+                rows = rows // axis.group.size if split == 0 else rows
+            elif not first and self._is_whole_in_layer(parameter):
                 continue
-            mesh = self._mesh if held_by is self._mesh else self._layer_mesh
+            mesh = self.mesh.sharded_over(parameter)
             each = -(-rows // mesh["shard"].size())  # the last ranks may have less, or nothing
             starts[0] += min(each * mesh.get_local_rank("shard"), rows)
             if local.numel():
                 yield name, parameter.shape, _placed(local, parameter.shape, starts)
-        if self._mesh.get_local_rank("shard") == 0:
+        if self.mesh.root.get_local_rank("shard") == 0:
             for name, buffer in saved_buffers(self.root):
                 yield name, buffer.shape, _placed(buffer.detach().to(self._device), buffer.shape, [0] * buffer.ndim)
 
     def sum_over_shards(self, numbers: Tensor) -> Tensor:
         """Add up numbers over the ranks that hold one model together; on the device."""
-        dist.all_reduce(numbers := numbers.to(self._device), group=self._mesh.get_group("shard"))
+        dist.all_reduce(numbers := numbers.to(self._device), group=self.mesh.group_of_copy())
         return numbers
 
     def _gather(self, parameter: nn.Parameter, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Gather `tensor` (the parameter, or its gradient) in full: over the shards first, then over the split."""
-        if self._splitter is None or self._held_by(parameter) is not None:
-            return gather(tensor, self._device, dtype)
-        return self._splitter.joined(tensor, self._layer_mesh, self._device, dtype)
+        axis = self.mesh.split_of(parameter)
+        return gather(tensor, self._device, dtype) if axis is None else axis.joined(tensor, self._device, dtype)
 
     def move_params(self, device: torch.device) -> None:
         """Move all shards (and buffers) between host and device."""

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from verl_like.parallel.mesh import SplitAxis
+
 Specs = list[tuple[str, tuple[int, ...], torch.dtype]]
 
 
@@ -37,8 +39,11 @@ class Materializer:
         self._tied = {id(p): p for p in model.parameters() if owners[id(p)] > 1}  # also keeps their ids taken
         self._filled: dict[int, nn.Parameter] = {}
 
-    def fill(self, module: nn.Module) -> None:
+    def fill(self, module: nn.Module, experts: SplitAxis | None = None) -> None:
         """Replace the parameters and buffers of `module` (sub-modules included) by filled ones on the device.
+
+        experts: axis along which its parameters, stacks of experts, are split; a rank then holds one more part of one
+        at a time beside its own.
 
         Raises ValueError on every rank when a rank's tensors have other names or shapes than rank 0's.
         """
@@ -48,7 +53,12 @@ class Materializer:
         for _, part in parts:
             for name, parameter in part._parameters.items():
                 if parameter is not None:
-                    part._parameters[name] = self._filled_parameter(parameter, next(dtypes))
+                    dtype = next(dtypes)
+                    part._parameters[name] = (
+                        self._filled_parameter(parameter, dtype)
+                        if experts is None
+                        else self._own_experts(parameter, dtype, experts)
+                    )
             for name, buffer in part._buffers.items():
                 if buffer is not None:  # one that is saved is state, and keeps its precision
                     saved = name not in part._non_persistent_buffers_set
@@ -66,6 +76,13 @@ class Materializer:
         if key in self._tied:
             self._filled[key] = filled
         return filled
+
+    def _own_experts(self, parameter: nn.Parameter, dtype: torch.dtype, axis: SplitAxis) -> nn.Parameter:
+        chunks, mine = parameter.detach().chunk(axis.group.size, 0), torch.empty(0)
+        for number, chunk in enumerate(chunks):
+            sent = _from_rank_0(chunk, self._device, dtype)
+            mine = sent.clone() if number == axis.group.rank else mine
+        return axis.parameter(mine, 0, requires_grad=parameter.requires_grad)
 
     def _filled_buffer(self, buffer: Tensor, dtype: torch.dtype, *, cast: bool) -> Tensor:
         filled = _from_rank_0(buffer, self._buffer_device, dtype)

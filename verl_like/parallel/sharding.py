@@ -1,4 +1,4 @@
-"""Meshes of ranks, shards as plain tensors, and work done shard by shard: clipping, states of the optimizer."""
+"""Shards as plain tensors, and work done shard by shard: clipping, states of the optimizer."""
 
 from __future__ import annotations
 
@@ -6,42 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
     from verl_like.config import FSDPConfig
-
-
-def build_mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
-    """Build the mesh of all ranks.
-
-    One axis ("shard"); with 0 < fsdp_size < world size two: "replicate" between groups, "shard" inside.
-    """
-    world = dist.get_world_size()
-    if fsdp_size <= 0 or fsdp_size >= world:
-        return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
-    if world % fsdp_size:
-        raise ValueError(f"fsdp_config.fsdp_size={fsdp_size} does not divide the {world} ranks")
-    return init_device_mesh(device.type, (world // fsdp_size, fsdp_size), mesh_dim_names=("replicate", "shard"))
-
-
-def build_tensor_mesh(device: torch.device, fsdp_size: int, size: int) -> DeviceMesh:
-    """Build the mesh of `build_mesh` with one more axis: "tensor", of `size` neighbouring ranks of the fsdp_size.
-
-    Raises ValueError, naming the keys, where the sizes do not divide the ranks.
-    """
-    key, world = "fsdp_config.tensor_parallel_size", dist.get_world_size()
-    if world % size:
-        raise ValueError(f"{key}={size} does not divide the {world} ranks")
-    if fsdp_size <= 0 or fsdp_size >= world:
-        return init_device_mesh(device.type, (world // size, size), mesh_dim_names=("shard", "tensor"))
-    if world % fsdp_size or fsdp_size % size:
-        raise ValueError(f"fsdp_config.fsdp_size={fsdp_size} does not divide {world} ranks into groups of {key}={size}")
-    shape = (world // fsdp_size, fsdp_size // size, size)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard", "tensor"))
 
 
 def fill_devices(fsdp: FSDPConfig, device: torch.device) -> tuple[torch.device, torch.device]:

@@ -20,10 +20,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional
 
+from verl_like.parallel.mesh import SplitAxis
 from verl_like.parallel.sharding import local_tensor
 from verl_like.parallel.ulysses import SequenceRanks
 
@@ -49,13 +48,12 @@ class TensorPlan:
 class TensorSplitter:
     """Splitter of modules in place, before they are sharded over the data-parallel ranks. Not collective.
 
-    mesh: the ranks of the group, one axis.
+    axis: the ranks of the group.
     """
 
-    def __init__(self, plan: TensorPlan, mesh: DeviceMesh) -> None:
-        self._plan, self._mesh = plan, mesh
+    def __init__(self, plan: TensorPlan, axis: SplitAxis) -> None:
+        self._plan, self._axis, self.group = plan, axis, axis.group
         self._done: set[nn.Module] = set()
-        self.group = SequenceRanks(group=mesh.get_group(), size=mesh.size(), rank=mesh.get_local_rank())
 
     def split(self, module: nn.Module) -> None:
         """Split the layers of `module` that the plan names; its weights are whole on every rank."""
@@ -75,27 +73,6 @@ class TensorSplitter:
                 "the modules to be split outside its units; leave wrap_policy out"
             )
 
-    def joined(self, tensor: Tensor, shards: DeviceMesh, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Join a split weight (or its gradient) in full, cast before it travels (collective).
-
-        The ranks of `shards` are gathered first, then the group.
-        """
-        assert isinstance(tensor, DTensor)
-        split, shape = Shard(self.dimension(tensor, shards)), list(tensor.shape)
-        shape[split.dim] //= self._mesh.size()
-        local = tensor.detach().to_local().to(device=device, dtype=dtype)
-        spread = [Replicate()] * (shards.ndim - 1) + [Shard(0)]  # shards are rows of the group member's part
-        stride = torch.empty(shape, device="meta").stride()
-        mine = DTensor.from_local(local, shards, spread, run_check=False, shape=torch.Size(shape), stride=stride)
-        part = mine.full_tensor().contiguous()
-        return DTensor.from_local(part, self._mesh, [split], run_check=False).full_tensor()
-
-    def dimension(self, tensor: DTensor, shards: DeviceMesh) -> int:
-        """Dimension along which a weight that is also spread over the ranks of `shards` is split."""
-        (split,) = tensor.placements[shards.ndim :]
-        assert isinstance(split, Shard)
-        return split.dim
-
     def _split_linear(self, linear: nn.Module, style: Style) -> None:
         by_rows = style.startswith("column")  # a weight is [outputs, inputs]
         self._split_weight(linear, "weight", 0 if by_rows else 1)
@@ -109,11 +86,7 @@ class TensorSplitter:
     def _split_weight(self, module: nn.Module, name: str, dim: int) -> None:
         whole = module._parameters[name]
         assert whole is not None
-        if whole.shape[dim] % self.group.size:
-            raise ValueError(f"a weight of shape {tuple(whole.shape)} cannot be split into {self.group.size} parts")
-        mine = whole.detach().chunk(self.group.size, dim)[self.group.rank].clone(memory_format=torch.contiguous_format)
-        shard = DTensor.from_local(mine, self._mesh, [Shard(dim)], run_check=False)
-        module._parameters[name] = nn.Parameter(shard, requires_grad=whole.requires_grad)
+        module._parameters[name] = self._axis.split(whole, dim, requires_grad=whole.requires_grad)
 
 
 def sum_in_place(tensors: Iterable[Tensor], group: dist.ProcessGroup, device: torch.device) -> None:

@@ -43,20 +43,6 @@ class SequenceRanks:
         return _Join.apply(values, self.group)
 
 
-def sequence_group(size: int) -> SequenceRanks | None:
-    """Form groups of `size` consecutive ranks (collective); None for a size of 1.
-
-    Raises ValueError where the size does not divide the ranks.
-    """
-    world, rank = dist.get_world_size(), dist.get_rank()
-    if world % size:
-        raise ValueError(f"ulysses_sequence_parallel_size={size} does not divide the {world} ranks")
-    if size == 1:
-        return None
-    groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
-    return SequenceRanks(group=groups[rank // size], size=size, rank=rank % size)
-
-
 def repeated_key_heads(num_heads: int, num_key_heads: int, size: int) -> int:
     """Number of times each key head is repeated, so that every rank of `size` gets whole groups of heads.
 

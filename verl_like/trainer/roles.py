@@ -83,17 +83,22 @@ class RoleHandle:
         """
         return self.plan.roles[self.role].ranks_per_row
 
+    @property
+    def num_shares(self) -> int:
+        """Number of groups of ranks with rows of their own."""
+        return self.plan.roles[self.role].data_parallel_size
+
     def evaluate(self, method: str, batch: Sequences) -> Evaluated:
         """Call a forward method on balanced shares of the rows."""
         light, copies = as_sequences(batch), self.ranks_per_row
-        shares = self.balance.shares(light, self.group.world_size // copies)
+        shares = self.balance.shares(light, self.num_shares)
         parts = self.call(method, _repeated(split_rows(light, shares), copies))
         return join_rows(parts[::copies], shares)
 
     def update(self, experience: Experience, rules: UpdateRules, step: int) -> dict[str, float]:
         """Take all optimizer steps of the role in one call; metrics are joined over ranks, then over steps."""
         copies = self.ranks_per_row
-        shares: list[Minibatches] = [[] for _ in range(self.group.world_size // copies)]
+        shares: list[Minibatches] = [[] for _ in range(self.num_shares)]
         num_empty = 0
         for rows in self._minibatches(experience, rules, step):
             if rows.response_mask_T.any():
@@ -131,7 +136,7 @@ class RoleHandle:
         forward_only_B = None
         if rules.actor is not None:
             forward_only_B = PolicyObjective(rules.actor, distillation=rules.distillation).without_gradient(rows)
-        shares = self.balance.shares(rows, self.group.world_size // self.ranks_per_row, forward_only_B)
+        shares = self.balance.shares(rows, self.num_shares, forward_only_B)
         for minibatches, part in zip(per_share, split_rows(rows, shares), strict=True):
             minibatches.append((part, denominators))
 

@@ -213,6 +213,9 @@ def _check_role(role: RoleConfig, facts: Facts) -> Iterator[str]:
     yield from problems_of(
         lambda: problems_of(lambda: loading.check_ulysses(model, hf_config, role.ulysses), prefix=f"{role.section}."),
         lambda: tensor_plan.check_model(model, hf_config, role.tensor, role.tensor_key),
+        lambda: tensor_plan.check_experts(
+            model, hf_config, role.fsdp.expert_parallel_size, role.expert_key, trained=role.optim is not None
+        ),
     )
     if role.name == REWARD:
         if facts.config.reward_model.worker_class is not None:

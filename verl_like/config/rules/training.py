@@ -1,8 +1,7 @@
 """Rules of the models that are trained: checkpoints, micro-batches, sharding, LoRA, the reference."""
 
-import math
-
 from verl_like.config.batch_plan import two_policies
+from verl_like.config.mesh import tokens_apart, tokens_together
 from verl_like.config.micro_batches import Cut, cuts
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.roles import every_role, needs_reference, roles_of
@@ -38,12 +37,17 @@ def checkpoints_hold_the_model(config: PPOConfig) -> Findings:
         return "it leaves out model: a run cannot be resumed from such checkpoints"
 
 
-@rule(*(key for role in _ROLES for key in (role.tensor_key, role.ulysses_key, f"{role.model_section}.{_PACKED}")))
+@rule(
+    *(key for role in _ROLES for key in (role.tensor_key, role.ulysses_key, role.expert_key)),
+    *dict.fromkeys(f"{role.model_section}.{_PACKED}" for role in _ROLES),
+)
 def tensor_parallel_role(config: PPOConfig) -> Findings:
-    """Tensor parallelism of a role works on packed tokens, and excludes Ulysses."""
+    """Tensor parallelism of a role works on packed tokens, and excludes Ulysses and expert parallelism."""
     for role in (role for role in roles_of(config).values() if role.tensor > 1):
         if role.ulysses > 1:
             yield (role.tensor_key, role.ulysses_key), "a role has one of the two; set one to 1"
+        if role.fsdp.expert_parallel_size > 1:
+            yield (role.tensor_key, role.expert_key), "matrices of experts are not split; set one to 1"
         if not role.model.use_remove_padding:
             yield (role.tensor_key, f"{role.model_section}.{_PACKED}"), "it works on packed tokens; set it to True"
 
@@ -99,10 +103,10 @@ def budgets_fit_sequences(config: PPOConfig) -> Findings:
     longest = config.data.max_prompt_length + config.data.max_response_length
     whole = config.data.train_batch_size * config.actor_rollout_ref.rollout.n * longest
     for key, cut in {cut.budget_key: cut for cut in _used(config) if cut.by_tokens}.items():
-        if key.endswith(".ppo_max_token_len_per_gpu") and cut.budget * cut.ulysses < longest:
+        if key.endswith(".ppo_max_token_len_per_gpu") and tokens_together(cut.budget, cut.ulysses) < longest:
             less = f"it is below data.max_prompt_length + data.max_response_length = {longest}"
             why = "a longer sequence makes a micro-batch of its own and takes more memory than planned"
-            yield (key,), f"{less}: {why}; set it to {math.ceil(longest / cut.ulysses)} or more"
+            yield (key,), f"{less}: {why}; set it to {tokens_apart(longest, cut.ulysses)} or more"
         elif cut.budget > max(whole, _MANY_TOKENS):
             why = f"it is more than a whole rollout batch can hold ({whole} tokens)"
             yield (key,), f"{why}: nothing is cut, and memory is not bounded; set it to what fits one process"

@@ -133,8 +133,10 @@ class Model:
         return 0.0 if self.path.on_cpu or not self.fsdp.reshard_after_forward else self.path.c * self.layer()
 
     def layer(self) -> float:
-        """Weights of one layer, of which a tensor-parallel rank has its split alone."""
-        return self.shape.layer_weights / self.fsdp.tensor_parallel_size
+        """Weights of one layer that a rank gathers: of those that are split, or experts handed out, its own part."""
+        experts = min(float(self.shape.expert_weights), self.shape.layer_weights)
+        others = self.shape.layer_weights - experts
+        return others / self.fsdp.tensor_parallel_size + experts / self.fsdp.expert_parallel_size
 
     def sent_root(self) -> float:
         """Bytes of the root's gather, which FSDP2 holds beside its copy until the first layer's weights are there."""
@@ -298,7 +300,7 @@ def forecast(
 
 def _tokens(config: PPOConfig, role: RoleConfig, name: str, processes: int, row: int) -> tuple[int, int]:
     """Compute (tokens of a rank's micro-batch, micro-batches of a mini-batch or step), at full lengths."""
-    parallel = max(1, processes // role.ranks_per_row)
+    parallel = role.mesh(processes).data_parallel
     prompts = role.mini_batch_prompts if name == "update" else config.data.train_batch_size
     rows = max(1, -(-prompts * config.actor_rollout_ref.rollout.n // parallel))
     rule = role.passes[name].rule([], parallel)
@@ -326,7 +328,7 @@ def _model(role: RoleConfig, shape: memory.Shape, machine: Machine, processes: i
         shape=shape,
         path=path,
         fsdp=fsdp,
-        shards=max(1, processes // max(1, role.copies)) if fsdp.fsdp_size < 1 else min(fsdp.fsdp_size, processes),
+        shards=role.mesh(processes).copy,
         master=master,
         trained=trained,
         state=2.0 * master if state is None else state,

@@ -83,3 +83,7 @@ class _Role(RoleHandle):
     @property
     def ranks_per_row(self) -> int:
         return 1
+
+    @property
+    def num_shares(self) -> int:
+        return self.group.world_size

@@ -158,6 +158,8 @@ def left_out(config: PPOConfig) -> list[str]:
     policy, lines = config.actor_rollout_ref, []
     if policy.actor.ulysses_sequence_parallel_size > 1 or policy.actor.fsdp_config.tensor_parallel_size > 1:
         lines.append("not checked: ranks that share rows (Ulysses, tensor parallelism)")
+    if policy.actor.fsdp_config.expert_parallel_size > 1:
+        lines.append("not checked: experts handed out to ranks (expert_parallel_size)")
     return lines + unchecked_adapters(policy.model)
 
 
@@ -192,10 +194,10 @@ def float32(fsdp: FSDPConfig) -> FSDPConfig:
 
 
 def with_rows_apart(config: PPOConfig) -> PPOConfig:
-    """Copy without tensor parallelism."""
+    """Copy without tensor and expert parallelism."""
     policy, critic = config.actor_rollout_ref, config.critic
     alone = [
-        dataclasses.replace(each, tensor_parallel_size=1)
+        dataclasses.replace(each, tensor_parallel_size=1, expert_parallel_size=1)
         for each in (policy.actor.fsdp_config, critic.model.fsdp_config)
     ]
     policy = dataclasses.replace(policy, actor=dataclasses.replace(policy.actor, fsdp_config=alone[0]))

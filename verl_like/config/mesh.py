@@ -1,0 +1,88 @@
+"""Sizes of one model's mesh of processes: the one place where they are multiplied and divided.
+
+    axis        neighbouring processes that
+    replicate   hold a copy of the model each: gradients are added up between copies
+    shard       share one copy, by FSDP
+    context     share a row: each has a slice of its tokens (Ulysses). Slices of rows, not of weights: to FSDP they are
+                processes of `shard`, or of several copies
+    tensor      split every matrix, and each row's tokens
+    expert      hold a part of the experts each; borrowed from `shard`, of which the experts' own is what is left
+
+The last axis are the nearest neighbours. parallel/mesh.py makes groups of processes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+NAMES = {
+    "copy": "fsdp_size",
+    "context": "ulysses_sequence_parallel_size",
+    "tensor": "tensor_parallel_size",
+    "expert": "expert_parallel_size",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshSizes:
+    """Sizes of one mesh, in processes.
+
+    world: all of them. fsdp_size: those that hold one copy of the model together; below 1 or above world, all.
+    copies: of the model, where that is what is known; else 0.
+    """
+
+    world: int
+    fsdp_size: int = -1
+    copies: int = 0
+    context: int = 1
+    tensor: int = 1
+    expert: int = 1
+
+    @property
+    def copy(self) -> int:
+        """Processes with one copy of the model."""
+        if self.copies:
+            return max(1, self.world // self.copies)
+        return self.fsdp_size if 0 < self.fsdp_size < self.world else self.world
+
+    @property
+    def replicate(self) -> int:
+        """Copies of the model."""
+        return max(1, self.world // self.copy)
+
+    @property
+    def ranks_per_row(self) -> int:
+        """Neighbouring processes that get the same rows."""
+        return self.context * self.tensor
+
+    @property
+    def data_parallel(self) -> int:
+        """Groups of processes that get rows of their own."""
+        return max(1, self.world // self.ranks_per_row)
+
+    def weights(self, split: int = 1) -> dict[str, int]:
+        """Axes, outer ones first, over which FSDP shards weights that are split over `split` processes before."""
+        axes = {"replicate": self.replicate} if self.replicate > 1 else {}
+        return axes | {"shard": self.copy // split}
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (axis, what its size does not divide); nothing where all fits."""
+        for axis in ("context", "tensor"):
+            if self.world % getattr(self, axis):
+                yield axis, "world"
+        if self.world % self.copy:
+            yield "copy", "world"
+        for axis in ("tensor", "expert"):
+            if self.copy % getattr(self, axis) and not (axis == "tensor" and self.copy == self.world):
+                yield axis, "copy"
+
+
+def tokens_together(tokens: int, context: int) -> int:
+    """Tokens of the rows that `context` processes share, where each may have `tokens`."""
+    return tokens * context
+
+
+def tokens_apart(tokens: int, context: int) -> int:
+    """Tokens that each of `context` processes has of so many, at most."""
+    return -(-tokens // context)
