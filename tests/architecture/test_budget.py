@@ -14,10 +14,10 @@ import pytest
 
 from tests.architecture.source import Source, package_sources, parse
 
-MOST_LINES = {"core": 33_960, "plugins": 13_140, "kit": 11_250}  # of code, by ring
+MOST_LINES = {"core": 34_060, "plugins": 13_760, "kit": 11_250}  # of code, by ring
 MOST_SMALL_FILES = {
     "core": 33,
-    "plugins": 37,
+    "plugins": 38,
     "kit": 19,
 }  # with fewer than SMALL lines of any kind, __init__.py left out
 SMALL = 60
