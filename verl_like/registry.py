@@ -26,9 +26,12 @@ PARTS: dict[str, dict[str, str]] = {
     },
     # what is trained, beside answers that are sampled (trainer.objective): verl's names of its keys, its parts on the
     # driver, its loss in the workers
-    "names": {"sft": f"{_PLUGINS}.sft.names:spelled"},
-    "objective": {"sft": f"{_PLUGINS}.sft.start:objective"},
-    "loss": {"sft": f"{_PLUGINS}.sft.experience:Imitation"},
+    "names": dict.fromkeys(("sft", "preference"), f"{_PLUGINS}.sft.names:spelled"),
+    "objective": {name: f"{_PLUGINS}.{name}.start:objective" for name in ("sft", "preference")},
+    "loss": {
+        "sft": f"{_PLUGINS}.sft.experience:Imitation",
+        "preference": f"{_PLUGINS}.preference.pairs:Carried",
+    },
     # where programs in responses run
     "execution": {"sandbox": f"{_PLUGINS}.code_grading.execution:ExecutionPlace"},
     # a checkpoint that another trainer wrote

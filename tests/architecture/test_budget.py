@@ -17,7 +17,7 @@ from tests.architecture.source import Source, package_sources, parse
 MOST_LINES = {"core": 99_000, "plugins": 99_000, "kit": 99_000}  # of code, by ring
 MOST_SMALL_FILES = {
     "core": 33,
-    "plugins": 37,
+    "plugins": 38,
     "kit": 19,
 }  # with fewer than SMALL lines of any kind, __init__.py left out
 SMALL = 60

@@ -86,6 +86,7 @@ ALLOWED: dict[str, set[str]] = {
     "plugins.verl_agents": PLUGIN_LEVEL | {"plugins.agents", "plugins.math_grading"},
     # a trainer of its own, around the trainer's parts
     "plugins.sft": PLUGIN_LEVEL | {"algorithms", "observe", "trainer"},
+    "plugins.preference": PLUGIN_LEVEL | {"algorithms", "plugins.sft", "trainer"},
     "plugins.sglang": {"config", "models", "remote_storage", "rollout"},
     "plugins.vllm": {"config", "models", "remote_storage", "rollout"},
     "plugins": set(),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import string
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +13,12 @@ from safetensors.torch import load_file
 from support import MEASURED, metrics_of, overrides, write_task
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.conftest import ROOT, load_script
 from tests.worlds.processes import run_module
 from verl_like.data.chat import PromptEncoder
-from verl_like.data.templates import TEMPLATES
 from verl_like.kit.verbs.template_cases import as_written
 from verl_like.trainer.compose import compose
 from verl_like.trainer.run import run as train
 from verl_like.trainer.sft_trainer import OBJECTIVE
-
-MARKS = ["<|im_start|>", "<|im_end|>"]
-
-
-@pytest.fixture(scope="module")
-def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with a token for each character, and a template that ends turns."""
-    recipe = load_script(ROOT / "recipes" / "quickstart" / "model.py", "quickstart_model")
-    tokenizer = recipe.build_tokenizer(string.printable)
-    tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
-    tokenizer.chat_template = TEMPLATES["chatml"]
-    folder = tmp_path_factory.mktemp("chat_model")
-    recipe.save_checkpoint(folder, recipe.build_model(tokenizer, hidden_size=64, num_layers=2), tokenizer)
-    return folder
 
 
 def conversation(number: int, turns: int) -> list[dict[str, Any]]:

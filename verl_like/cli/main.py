@@ -63,6 +63,17 @@ VERBS = (
         ),
     ),
     Verb(
+        name="preference",
+        folder="verl_like.plugins.preference",
+        module="__main__",
+        help="train a language model or a reward model on pairs of answers: DPO, IPO, KTO, ORPO, SimPO, Bradley-Terry",
+        examples=(
+            "verl-like preference data.train_files=pairs.parquet model.path=MODEL",
+            "verl-like preference data.train_files=pairs.parquet model.path=MODEL preference.loss=reward optim.lr=1e-5",
+            "verl-like preference preference.rollouts=checkpoints/run model.path=MODEL",
+        ),
+    ),
+    Verb(
         name="plan",
         folder="verl_like.cli",
         help="check a command line of train and tell what it would do: no workers, no weights, nothing written",
@@ -219,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         except ConfigError as error:
             sys.exit(f"error: {error}")
         except Exception as error:
-            if name in ("train", "sft") or isinstance(error, BrokenPipeError):  # train tells of its start itself
+            if name in ("train", "sft", "preference") or isinstance(error, BrokenPipeError):  # they tell of it
                 raise
             from verl_like.observe.logs import told_in_a_line
 

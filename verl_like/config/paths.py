@@ -33,9 +33,10 @@ def data_paths(config: PPOConfig) -> list[tuple[str, str]]:
     data = config.data
     if config.env.train.tags or data.custom_cls.path is not None:
         return []
+    train = [] if config.preference.rollouts else data.train_files
     return [
         (key, path)
-        for key, files in zip(DATA_FILES, (data.train_files, data.val_files), strict=True)
+        for key, files in zip(DATA_FILES, (train, data.val_files), strict=True)
         for _, path in named_files(files)
     ]
 

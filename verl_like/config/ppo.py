@@ -11,6 +11,7 @@ from verl_like.config.data import DataConfig
 from verl_like.config.distillation import DistillationConfig
 from verl_like.config.environments import EnvConfig
 from verl_like.config.model import ModelConfig
+from verl_like.config.preference import PreferenceConfig
 from verl_like.config.reward import CustomRewardFunctionConfig, RewardModelConfig
 from verl_like.config.rollout import RolloutConfig
 from verl_like.config.sft import SFTConfig
@@ -54,8 +55,10 @@ class PPOConfig(ConfigNode):
     """Teachers."""
     env: EnvConfig = section(EnvConfig, idle="env.train.tags is empty")
     """Environments in place of prompts."""
-    sft: SFTConfig = section(SFTConfig, idle="trainer.objective is not sft")
+    sft: SFTConfig = section(SFTConfig, idle="trainer.objective is rl")
     """Answers that the data hold, in place of sampled ones."""
+    preference: PreferenceConfig = section(PreferenceConfig, idle="trainer.objective is not preference")
+    """Answers of which one is preferred."""
     trainer: TrainerConfig = section(TrainerConfig)
     """The run."""
     async_training: AsyncTrainingConfig = section(AsyncTrainingConfig, idle="trainer.mode is sync")

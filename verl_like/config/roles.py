@@ -171,6 +171,11 @@ def needs_critic(critic: CriticConfig, algorithm: AlgorithmConfig) -> bool:
     return algorithm.estimator.critic if critic.enable is None else critic.enable
 
 
+def trains_rewards(config: PPOConfig) -> bool:
+    """Return True where the trained model becomes a reward model, with one number in place of log-probs."""
+    return config.trainer.objective == "preference" and config.preference.loss == "reward"
+
+
 def compares_in_driver(config: PPOConfig) -> bool:
     """Return True where the exact KL to the reference is a pass of its own, before the update."""
     return config.algorithm.use_kl_in_reward and config.algorithm.kl_penalty == "full"
@@ -186,6 +191,8 @@ def _actor(config: PPOConfig, passes: Mapping[str, Cut]) -> RoleConfig:
     actor = config.actor_rollout_ref.actor
     return RoleConfig(
         name=ACTOR,
+        kind="value" if trains_rewards(config) else "policy",
+        keys={"sharding": "actor_rollout_ref.actor.fsdp_config"},
         model=config.actor_rollout_ref.model,
         fsdp=actor.fsdp_config,
         ulysses=actor.ulysses_sequence_parallel_size,

@@ -95,6 +95,8 @@ class PromptDataset:
     columns: further ones that a derived class reads, answers for instance.
     """
 
+    always_prompts = True  # each file has the prompt's column
+
     def __init__(
         self,
         data: DataConfig,
@@ -114,7 +116,8 @@ class PromptDataset:
         self._vision, self._limit_images = vision, limit_images
         self.encoder = make_encoder(data, tokenizer)
         self.system_prompt = whole_of(find_system_prompt(data.system_prompt), "data.system_prompt")
-        self.files: list[DataFile] = read_files(files, data, key=f"data.{split}_files", more=columns)
+        options: dict[str, Any] = {"more": columns, "prompt": self.always_prompts}
+        self.files: list[DataFile] = read_files(files, data, key=f"data.{split}_files", **options)
         self._media_keys = {kind: key for kind, key in (("image", data.image_key), ("video", data.video_key)) if key}
         self._media = [media_columns(file.path, file.rows, self._media_keys) for file in self.files]
         self._ends = list(itertools.accumulate(len(file.rows) for file in self.files))

@@ -56,7 +56,9 @@ class DataFile:
         return {"name": self.path.name, "bytes": self.size, "rows": len(self.rows), "digest": self.digest}
 
 
-def read_files(files: Files, data: DataConfig, *, key: str, more: Collection[str] = ()) -> list[DataFile]:
+def read_files(
+    files: Files, data: DataConfig, *, key: str, more: Collection[str] = (), prompt: bool = True
+) -> list[DataFile]:
     """Read and check all files.
 
     Args:
@@ -64,14 +66,15 @@ def read_files(files: Files, data: DataConfig, *, key: str, more: Collection[str
         data: which columns are meant.
         key: the configuration key they come from, for messages.
         more: further columns, of rows that hold their answers; a reference answer is not missed then.
+        prompt: every file must have the prompt's column.
     """
     named = named_files(files)
     if not named:
         raise ValueError(f"{key} is empty: name at least one file ({known()})")
-    return [_read_file(path, name, data, key, more) for name, path in named]
+    return [_read_file(path, name, data, key, more, prompt) for name, path in named]
 
 
-def _read_file(location: str, name: str, data: DataConfig, key: str, more: Collection[str]) -> DataFile:
+def _read_file(location: str, name: str, data: DataConfig, key: str, more: Collection[str], prompt: bool) -> DataFile:
     if problem := file_problem(key, location):
         raise ValueError(problem)
     path = localize(location, cache_dir=data.cache_dir, use_shm=data.use_shm, key=key)
@@ -81,7 +84,7 @@ def _read_file(location: str, name: str, data: DataConfig, key: str, more: Colle
         raise ValueError(f"{key}: {error}") from error
     if len(rows) == 0:
         raise ValueError(f"{key}: {path} is empty: it has no rows")
-    _check_columns(path, rows.columns, data, answered=bool(more))
+    _check_columns(path, rows.columns, data, answered=bool(more), prompt=prompt)
     return DataFile(path=path, rows=rows, size=path.stat().st_size, digest=_digest(path), name=name)
 
 
@@ -97,9 +100,9 @@ def prompt_column(data: DataConfig) -> tuple[str, str]:
     return data.prompt_key, "data.prompt_key"
 
 
-def _check_columns(path: Path, columns: list[str], data: DataConfig, *, answered: bool) -> None:
+def _check_columns(path: Path, columns: list[str], data: DataConfig, *, answered: bool, prompt: bool) -> None:
     column, key = prompt_column(data)
-    if column not in columns:
+    if prompt and column not in columns:
         hint = " or data.messages_key=messages" if "messages" in columns and key == "data.prompt_key" else ""
         raise ValueError(
             f"{_missing(path, column, columns)}. Set {key} to the column with the prompt (text or chat messages){hint}"

@@ -143,7 +143,7 @@ def write_config(hf: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
     config = hf.config.__class__.from_dict(hf.config.to_dict())
     name = type(hf).__name__.removeprefix("FSDP")
     has_value_head = "score" in dict(hf.named_children())
-    config.architectures = [name.replace("ForCausalLM", "ForTokenClassification") if has_value_head else name]
+    config.architectures = [name.replace("ForCausalLM", "ForSequenceClassification") if has_value_head else name]
     config.dtype = dtype
     config.save_pretrained(folder)
     if not has_value_head and hf.generation_config is not None:

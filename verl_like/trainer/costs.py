@@ -10,7 +10,7 @@ from verl_like.batch import Experience, Rollouts
 from verl_like.config import ModelConfig, PPOConfig
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.distillation import is_teacher
-from verl_like.config.roles import CRITIC
+from verl_like.config.roles import CRITIC, trains_rewards
 from verl_like.models.cost import ModelCost
 from verl_like.models.loading import load_hf_config
 
@@ -28,9 +28,9 @@ class ModelCosts:
     @classmethod
     def of(cls, config: PPOConfig, plan: BatchPlan) -> ModelCosts:
         """Count the costs from the models' configs; no memory is used for weights."""
-        critic = config.critic.model
+        actor, critic = _cost_of(config.actor_rollout_ref.model), config.critic.model
         return cls(
-            actor=_cost_of(config.actor_rollout_ref.model),
+            actor=actor.with_value_head() if trains_rewards(config) else actor,
             critic=_cost_of(critic).with_value_head() if CRITIC in plan.roles else None,
             teachers={n: _cost_of(role.config.model) for n, role in plan.roles.items() if is_teacher(n)},
         )

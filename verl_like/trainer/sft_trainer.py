@@ -16,12 +16,14 @@ from verl_like.ending import orderly_end
 from verl_like.trainer.main_ppo import quiet_tokenizers, train
 
 logger = logging.getLogger(__name__)
-OBJECTIVE = "trainer.objective=sft"
+OBJECTIVE, _MODULE = "trainer.objective=sft", "verl_like.trainer.sft_trainer"
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 
 
-def of_torchrun(words: Sequence[str], environment: Mapping[str, str]) -> list[str] | None:
+def of_torchrun(words: Sequence[str], environment: Mapping[str, str], module: str = _MODULE) -> list[str] | None:
     """Arguments of the run that torchrun asks for; None in a process that has nothing to do.
+
+    module: that torchrun was given.
 
     Raises ValueError, with the command that does the same, where it asks for several machines.
     """
@@ -32,7 +34,7 @@ def of_torchrun(words: Sequence[str], environment: Mapping[str, str]) -> list[st
         nodes = int(everywhere) // int(here)
         raise ValueError(
             f"torchrun with {nodes} machines: workers of several machines are Ray's. Run `ray start` on all, and on "
-            f"one of them: python -m verl_like.trainer.sft_trainer trainer.nnodes={nodes} "
+            f"one of them: python -m {module} trainer.nnodes={nodes} "
             f"trainer.n_gpus_per_node={here} ray_init.address=auto, with the keys given here"
         )
     if environment.get("LOCAL_RANK") != "0":
@@ -57,21 +59,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser)
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(arguments: argparse.Namespace, objective: str = OBJECTIVE) -> None:
     """Train on given answers, from parsed arguments."""
     from verl_like.trainer.command_line import run_parsed
 
     quiet_tokenizers()
-    arguments.overrides = [OBJECTIVE, *of_script(arguments.overrides)]
+    arguments.overrides = [objective, *of_script(arguments.overrides)]
     run_parsed(train, arguments)
 
 
-def main() -> None:
+def main(objective: str = OBJECTIVE, module: str = _MODULE) -> None:
     """Compose the configuration from the command line and train."""
     quiet_tokenizers()
     with orderly_end():
         try:
-            words = of_torchrun(sys.argv[1:], os.environ)
+            words = of_torchrun(sys.argv[1:], os.environ, module)
         except ValueError as error:
             sys.exit(f"error: {error}")
         if words is None:
@@ -80,7 +82,7 @@ def main() -> None:
             os.environ.pop(name, None)  # the workers get their own
         from verl_like.trainer.command_line import run_main
 
-        run_main(train, [OBJECTIVE, *of_script(words)])
+        run_main(train, [objective, *of_script(words)])
 
 
 if __name__ == "__main__":

@@ -94,25 +94,27 @@ class ActorRole(TrainedRole):
         if policy.distillation is not None and own is not None and isinstance(self.engine.model, PolicyModel):
             self.engine.model.tempered = policy.distillation.wants, own
         self.temperature = spec.config.actor_rollout_ref.rollout.temperature
-        self._more = {SUM_PI_SQUARED} if needs_sum_pi_squared(algorithm) else set[str]()
+        more = {SUM_PI_SQUARED} if needs_sum_pi_squared(algorithm) else set[str]()
+        self._wanted = frozenset({LOG_PROBS, ENTROPY, *more}) if kind == "rl" else self.objective.wants
 
     def log_probs(self, batch: Sequences) -> Evaluated:
         """Compute log-probs, entropy and what else the estimator needs of the current actor on this rank's rows.
 
-        There may be no rows.
+        Where nothing is sampled: what the loss needs. There may be no rows.
         """
-        out = self.engine.forward(
-            batch,
-            want=frozenset({LOG_PROBS, ENTROPY, *self._more}),
-            rule=self.sizes.forward,
-            temperature=self.temperature,
-        )
+        out = self.engine.forward(batch, want=self._wanted, rule=self.sizes.forward, temperature=self.temperature)
         return Evaluated(
             response_length_B=batch.response_length_B,
-            old_log_probs_T=out[LOG_PROBS],
-            entropy_T=out[ENTROPY],
+            old_log_probs_T=out.get(LOG_PROBS),
+            entropy_T=out.get(ENTROPY),
             sum_pi_squared_T=out.get(SUM_PI_SQUARED),
+            values_T=out.get(VALUES),
         )
+
+    def base_log_probs(self, batch: Sequences) -> Evaluated:
+        """Compute `log_probs` of the model without its adapters."""
+        with self.engine.base_model():
+            return self.log_probs(batch)
 
     def update(self, minibatches: list[tuple[Experience, Denominators]]) -> list[dict[str, Metric]]:
         """Update as every role that is trained; the metrics of the last step also have this rank's memory."""

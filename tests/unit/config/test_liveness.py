@@ -31,6 +31,7 @@ SAMPLES: dict[str, Any] = {
     "trainer.log_format": "json",
     "trainer.mode": "colocate_async",
     "trainer.objective": "sft",
+    "preference.loss": "kto",
     "async_training.beyond": "drop",
     "trainer.prometheus_host": "0.0.0.0",
     "trainer.prometheus_port": 9090,

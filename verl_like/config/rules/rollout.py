@@ -240,7 +240,7 @@ idle(
 idle(
     *("actor_rollout_ref.rollout.", "actor_rollout_ref.ref.", "algorithm.", "critic.", "reward_model."),
     *("custom_reward_function.", "env.", "data.ground_truth_key", "data.max_prompt_length", "data.max_response_length"),
-    when="trainer.objective is sft: the answers are in the data, nothing is sampled or judged",
+    when="trainer.objective is not rl: the answers are in the data, nothing is sampled or judged",
 )
 idle(
     "data.filter_overlong_prompts_workers",

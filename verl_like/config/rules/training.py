@@ -1,4 +1,4 @@
-"""Rules of the models that are trained: checkpoints, micro-batches, sharding, LoRA, the reference."""
+"""Rules of the models that are trained: checkpoints, micro-batches, sharding, LoRA, the reference, preferences."""
 
 from verl_like.config.batch_plan import two_policies
 from verl_like.config.mesh import tokens_apart, tokens_together
@@ -9,7 +9,7 @@ from verl_like.config.rollout import NEUTRAL, distortions
 from verl_like.config.rule import Findings, idle, rule
 from verl_like.config.schema import get_value
 
-_ACTOR, _REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
+_ACTOR, _REF, _P = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "preference"
 _MERGE, _BYPASS = "actor_rollout_ref.model.lora.merge", "algorithm.rollout_correction.bypass_mode"
 _PACKED, _SAMPLING = "use_remove_padding", tuple(f"actor_rollout_ref.rollout.{name}" for name in NEUTRAL)
 _MANY_TOKENS = 2**20  # no process holds the activations of so many
@@ -142,3 +142,37 @@ idle(
     *("critic.profiler.", "reward_model.profiler."),
     when="trainer.profile_steps is empty: it names no step",
 )
+
+
+def _acts_with(*losses: str, keys: tuple[str, ...]) -> None:
+    """Register keys that act with these losses alone."""
+    idle(*keys, when=lambda c: c.preference.loss not in losses, why=f"preference.loss is none of {', '.join(losses)}")
+
+
+_acts_with("dpo", "simpo", keys=(f"{_P}.label_smoothing",))
+_acts_with("dpo", "simpo", "reward", keys=(f"{_P}.margin", f"{_P}.margin_key"))
+_acts_with("dpo", "ipo", "orpo", "simpo", keys=(f"{_P}.sft_loss_coef", f"{_P}.sft_prompt"))
+_acts_with("dpo", "ipo", "kto", keys=(f"{_P}.reference_free", f"{_P}.reference_cache"))
+idle(
+    f"{_P}.sft_prompt",
+    when=lambda c: not c.preference.sft_loss_coef and (c.preference.loss != "orpo" or c.preference.sft_loss_coef == 0),
+    why="preference.sft_loss_coef is 0: no answer is imitated",
+)
+idle(f"{_P}.reference_cache", when="preference.reference_free is true")
+idle(
+    *("sft.response_key", "sft.prompt_dict_keys", "sft.response_dict_keys", "sft.mask_key", "data.messages_key"),
+    when="trainer.objective is preference: its answers are in columns of their own",
+)
+idle(
+    *("data.train_files", "data.train_max_samples", "data.domain_weights", f"{_P}.completion_key", f"{_P}.label_key"),
+    when="preference.rollouts is not empty",
+)
+
+
+@rule(f"{_ACTOR}.ppo_mini_batch_size", "ppo_epochs", "data.train_batch_size", reads=("trainer.objective",))
+def one_update_for_a_batch_of_preferences(config: PPOConfig) -> Findings:
+    """Factors of the rows' gradients hold for the weights that they were computed with, so for one update."""
+    actor = config.actor_rollout_ref.actor
+    whole = actor.ppo_mini_batch_size == config.data.train_batch_size and actor.ppo_epochs == 1
+    if config.trainer.objective == "preference" and not whole:
+        return "a batch of preferences is one update: leave the first two out, and set data.train_batch_size"

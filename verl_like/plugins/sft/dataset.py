@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from verl_like.data.reading import to_messages, tools_of
 from verl_like.models.vision import VisionProcessor
 from verl_like.plugins.sft.experience import experience_of
 from verl_like.plugins.sft.row_report import RowReport
-from verl_like.plugins.sft.turns import Row, Task, as_rendered, attempt, encoded, fitted, placed
+from verl_like.plugins.sft.turns import Row, Task, Tools, as_rendered, attempt, encoded, fitted, placed
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +34,11 @@ _KEPT = 2048  # conversations whose tokens (and images) stay in memory: those of
 class SFTDataset(PromptDataset):
     """Data set of conversations that hold the answers; `rows` gives what is trained of one.
 
-    Arguments: see PromptDataset; sft: section sft. A class of your own (data.custom_cls) may override `messages`.
+    Arguments: see PromptDataset; sft: section sft; more: further columns, of a derived class. A class of your own
+    (data.custom_cls) may override `messages`.
     """
+
+    encoding: Callable[..., list[Any]] = staticmethod(encoded)  # of many `_task`s, in processes
 
     def __init__(
         self,
@@ -47,10 +50,11 @@ class SFTDataset(PromptDataset):
         sft: SFTConfig,
         seed: int = 1,
         vision: VisionProcessor | None = None,
+        more: Collection[str] = (),
     ) -> None:
         self.sft, self._rows = sft, dict[int, list[Row]]()
         named = (sft.response_key, sft.mask_key, sft.enable_thinking_key, _TOOLS)
-        columns = {name for name in named if name is not None}
+        columns = {*more, *(name for name in named if name is not None)}
         super().__init__(data, files, tokenizer, split=split, seed=seed, vision=vision, columns=columns)
         self.encoder.continues = False
         for file, name in itertools.product(self.files, (sft.response_key, sft.mask_key)):
@@ -86,18 +90,25 @@ class SFTDataset(PromptDataset):
                 del self._rows[next(iter(self._rows))]
         return self._rows[position]
 
+    def batch(self, indices: Sequence[int], numbers: Sequence[int]) -> Experience:
+        """Make a batch of conversations, with a number for each that is unique in the run."""
+        return experience_of([self.rows(index) for index in indices], numbers)
+
     def _task(self, position: int) -> Task:
         """Read what is to be encoded of a row, and what of it is trained (ValueError)."""
         row, cells = self.row(position), self._cells(position)
-        mask, thinks = (cells.get(name or "") for name in (self.sft.mask_key, self.sft.enable_thinking_key))
+        mask = cells.get(self.sft.mask_key or "")
         if self.sft.mask_key is not None and mask is None:
             raise ValueError(f"sft.mask_key={self.sft.mask_key}: the row has no mask")
-        if thinks not in (None, 0, 1):
-            name = self.sft.enable_thinking_key
+        return self._as_task(row.messages, row.tools, trained_turns(row.messages, mask), cells)
+
+    def _as_task(self, messages: Messages, tools: Tools, turns: list[int], cells: dict[str, Any]) -> Task:
+        """Make a task of a conversation, with the template's variables of its row."""
+        name = self.sft.enable_thinking_key
+        if (thinks := cells.get(name)) not in (None, 0, 1):
             raise ValueError(f"sft.enable_thinking_key={name}: {thinks!r} must be true or false")
-        turns = trained_turns(row.messages, mask)
-        messages = [{k: v for k, v in message.items() if k != "train"} for message in row.messages]
-        return Task(messages, row.tools, turns, {} if thinks is None else {"enable_thinking": bool(thinks)})
+        messages = [{k: v for k, v in message.items() if k != "train"} for message in messages]
+        return Task(messages, tools, turns, {} if thinks is None else {"enable_thinking": bool(thinks)})
 
     def _whole(self, position: int, found: list[Row] | str) -> list[Row]:
         """Rows of a conversation, with its images. Raises ValueError where it could not be encoded."""
@@ -118,7 +129,7 @@ class SFTDataset(PromptDataset):
         """
         for start in range(0, len(self), size or len(self)):
             numbers = range(start, min(len(self), start + (size or len(self))))
-            batch = experience_of([self.rows(number) for number in numbers], list(numbers))
+            batch = self.batch(numbers, numbers)
             if len(batch):
                 rows = {number: self.row(int(self._kept[number])) for number in numbers}
                 yield batch, [rows[n].validation_set or rows[n].data_source for n in batch.group_B.tolist()]
@@ -160,7 +171,7 @@ class SFTDataset(PromptDataset):
         self._survey()
         self._look_through_media()
 
-    def _all_rows(self) -> Iterator[tuple[int, list[Row] | str]]:
+    def _all_rows(self) -> Iterator[tuple[int, Any]]:
         """Yield each position with its rows before they are cut, or with what is wrong."""
         positions, workers = self._kept.tolist(), self.data.filter_overlong_prompts_workers
         if len(positions) > _MANY:
@@ -168,7 +179,7 @@ class SFTDataset(PromptDataset):
             logger.info(what, self.split, len(positions), workers)
         chunks = [positions[i : i + CHUNK] for i in range(0, len(positions), CHUNK)]
         tasks = ([attempt(self._task, position) for position in chunk] for chunk in chunks)
-        done = in_processes(partial(encoded, self.encoder), tasks, num_workers=min(workers, len(chunks)))
+        done = in_processes(partial(self.encoding, self.encoder), tasks, num_workers=min(workers, len(chunks)))
         for chunk, found in zip(chunks, done, strict=True):
             yield from zip(chunk, found, strict=True)
 
@@ -206,17 +217,18 @@ def _inside(row: Mapping[str, Any], column: str, names: Sequence[str] | None, ke
 
 
 class Batches:
-    """Source of training batches, with its place in the data for checkpoints."""
+    """Source of training batches, with its place in the data for checkpoints.
 
-    def __init__(self, loader: PromptLoader, dataset: SFTDataset) -> None:
+    dataset: `SFTDataset`, or another whose `batch` makes a batch of rows by number.
+    """
+
+    def __init__(self, loader: PromptLoader, dataset: Any) -> None:
         self.loader, self.dataset = loader, dataset
 
     def next_batch(self) -> Experience:
         """Draw the next data.train_batch_size conversations."""
         drawn = self.loader.draw()
-        return experience_of(
-            [self.dataset.rows(prompt.position) for prompt in drawn], [prompt.group for prompt in drawn]
-        )
+        return self.dataset.batch([prompt.position for prompt in drawn], [prompt.group for prompt in drawn])
 
     def trained(self) -> None:
         """Do nothing: all that is drawn is trained in the same step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,19 +53,25 @@ def experience_of(conversations: Sequence[Sequence[Row]], numbers: Sequence[int]
             if (trained := np.flatnonzero(row.trained[1:])).size:
                 rows.append((row, int(trained[0]) + 1))
                 groups.append(number)
-    group_B = torch.tensor(groups, dtype=torch.int64)
-    mask_T = _column([row.trained[start:] for row, start in rows], torch.bool)
+    group_B, columns = torch.tensor(groups, dtype=torch.int64), columns_of(rows)
     return Experience(
-        prompt_ids_T=_column([row.ids[:start] for row, start in rows], torch.int32),
-        prompt_length_B=torch.tensor([start for _, start in rows], dtype=torch.int64),
-        response_ids_T=_column([row.ids[start:] for row, start in rows], torch.int32),
-        response_length_B=torch.tensor([len(row.ids) - start for row, start in rows], dtype=torch.int64),
-        response_mask_T=mask_T,
+        **columns,
         group_B=group_B,
         episode_B=group_B if len(set(groups)) < len(groups) else None,
-        advantages_T=mask_T.float(),
-        media=[list(row.media) for row, _ in rows] if any(row.media for row, _ in rows) else None,
+        advantages_T=columns["response_mask_T"].float(),
     )
+
+
+def columns_of(rows: Sequence[tuple[Row, int]]) -> dict[str, Any]:
+    """Make the columns of Sequences of rows, each with the number of tokens that are its prompt."""
+    return {
+        "prompt_ids_T": _column([row.ids[:start] for row, start in rows], torch.int32),
+        "prompt_length_B": torch.tensor([start for _, start in rows], dtype=torch.int64),
+        "response_ids_T": _column([row.ids[start:] for row, start in rows], torch.int32),
+        "response_length_B": torch.tensor([len(row.ids) - start for row, start in rows], dtype=torch.int64),
+        "response_mask_T": _column([row.trained[start:] for row, start in rows], torch.bool),
+        "media": [list(row.media) for row, _ in rows] if any(row.media for row, _ in rows) else None,
+    }
 
 
 def _column(parts: list[np.ndarray], dtype: torch.dtype) -> Tensor:

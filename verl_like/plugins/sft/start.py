@@ -32,24 +32,48 @@ logger = logging.getLogger(__name__)
 
 
 class SFTFacts(Facts):
-    """Facts of a supervised run: its data hold the answers, and no part samples or judges."""
+    """Facts of a supervised run: its data hold the answers, and no part samples or judges.
+
+    dataset_class: of the rows; data.custom_cls is derived from it.
+    """
+
+    dataset_class: type[SFTDataset] = SFTDataset
+
+    @property
+    def trainer_class(self) -> type[Any]:
+        """Class of the trainer, or what trainer.trainer_class names; imported late, with the trainer's parts."""
+        from verl_like.plugins.sft.trainer import SFTTrainer
+
+        return trainer_class(self.config, SFTTrainer)
+
+    def row_options(self) -> dict[str, Any]:
+        """Return arguments of the data set beside those of any."""
+        return {"sft": self.config.sft, "seed": self.config.trainer.seed, "vision": self.vision}
+
+    def first_rows(self) -> list[Row]:
+        """Return rows of the first conversation, for the log."""
+        return self.train.rows(0)[-1:]  # pyright: ignore[reportAttributeAccessIssue]
 
     def _dataset(self, split: str, files: Files) -> SFTDataset | None:
         if split == "val" and not files:
             return None
-        kind, custom = SFTDataset, self.data.custom_cls
+        own, custom = self.dataset_class, self.data.custom_cls
+        kind = own
         if custom.path is not None:
             names = {"path_key": "data.custom_cls.path", "name_key": "data.custom_cls.name"}
             kind = load_class(custom.path, custom.name, **names)
-            if not issubclass(kind, SFTDataset):
-                raise ValueError(
-                    f"data.custom_cls: {kind.__name__} must derive from {SFTDataset.__module__}.SFTDataset"
-                )
-        own: dict[str, Any] = {"sft": self.config.sft, "seed": self.config.trainer.seed, "vision": self.vision}
+            if not issubclass(kind, own):
+                raise ValueError(f"data.custom_cls: {kind.__name__} must derive from {own.__module__}.{own.__name__}")
         _ = self.room
-        dataset = kind(self.data, files, self.tokenizer, split=split, **own, **custom.kwargs)
-        refuse_media(dataset, f"data.{split}_files", self.hf_config)
-        dataset.check_rows()  # before anybody asks how many there are
+        return self._checked(
+            kind(self.data, files, self.tokenizer, split=split, **self.row_options(), **custom.kwargs),
+            f"data.{split}_files",
+        )
+
+    def _checked(self, dataset: Any, key: str) -> Any:
+        """Check a data set's rows, before anybody asks how many there are."""
+        refuse_media(dataset, key, self.hf_config)
+        dataset.check_rows()
         return dataset
 
     @Fact
@@ -70,7 +94,7 @@ def problems(facts: SFTFacts) -> Iterator[str]:
         lambda: facts.device,
         lambda: check_machine(config, facts),
         lambda: check_trackers(config.trainer),
-        lambda: _trainer_class(facts),
+        lambda: facts.trainer_class,
         lambda: check_models(config, facts),
         lambda: facts.max_model_len,
         lambda: _check_data(facts),
@@ -83,9 +107,8 @@ def _check_data(facts: SFTFacts) -> Iterator[str]:
     """Check the rows against model and template. The first is shown, with what of it is trained."""
     yield from problems_of(lambda: facts.train, lambda: facts.val)
     refuse_media_keys(facts.data, facts.hf_config)
-    train = facts.known("train")
-    if isinstance(train, SFTDataset) and (rows := train.rows(0)):
-        logger.info("the first row, what is trained of it in \u27e6 \u27e7: %s", shown(rows[-1], facts.tokenizer))
+    for row in facts.first_rows() if facts.known("train") else ():
+        logger.info("the first row, what is trained of it in \u27e6 \u27e7: %s", shown(row, facts.tokenizer))
 
 
 def shown(row: Row, tokenizer: Any) -> str:
@@ -94,12 +117,6 @@ def shown(row: Row, tokenizer: Any) -> str:
     texts = [tokenizer.decode(part.tolist(), skip_special_tokens=False) for part in parts]
     odd = 1 - int(row.trained[0])  # parts take turns
     return "".join(f"\u27e6{text}\u27e7" if number % 2 == odd else text for number, text in enumerate(texts))
-
-
-def _trainer_class(facts: Facts) -> Any:
-    from verl_like.plugins.sft.trainer import SFTTrainer
-
-    return trainer_class(facts.config, SFTTrainer)
 
 
 def assemble(
@@ -113,16 +130,15 @@ def assemble(
     kind: Any,
 ) -> Any:
     """Put the driver's parts around the workers; see `trainer.build.assemble`."""
-    config, plan, train, val = facts.config, facts.plan, facts.train, facts.val
-    assert isinstance(train, SFTDataset) and (val is None or isinstance(val, SFTDataset))
+    config, plan = facts.config, facts.plan
     actor = ActorHandle(pools.of(ACTOR), plan, **handle_options(config.trainer, plan, ACTOR, facts.costs.actor))
-    return (kind or _trainer_class(facts))(
+    return (kind or facts.trainer_class)(
         config=config,
         plan=plan,
         total_steps=required(plan.total_training_steps),
         state=TrainState(step=0, weight_version=0, kl=KLController.from_config(config.algorithm.kl_ctrl)),
-        source=Batches(loader, train),
-        val=val,
+        source=Batches(loader, facts.train),
+        val=facts.val,
         pools=pools,
         actor=actor,
         checkpoints=checkpoints,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
 from verl_like.batch import Experience
 from verl_like.flat_columns import row_sums
-from verl_like.plugins.sft.dataset import Batches, SFTDataset
+from verl_like.plugins.sft.dataset import Batches
 from verl_like.trainer.loop import Loop, prefixed
 from verl_like.trainer.roles import UpdateRules
 
@@ -19,7 +20,7 @@ class SFTTrainer(Loop):
     """Trainer on answers that the data hold. A variant has other rows (`source`), or another loss in the workers."""
 
     source: Batches
-    val: SFTDataset | None
+    val: Any  # SFTDataset, or None
 
     def start(self) -> None:
         """Load the checkpoint, if there is one; validate before training, where that is asked for."""
@@ -35,15 +36,20 @@ class SFTTrainer(Loop):
             with self.profiled(step), clock("step"):
                 with clock("data"):
                     rows = self.source.next_batch()
+                rows, metrics = self.with_targets(rows)
                 self.checkpoints.update_begins()
                 with clock("update_actor"):
-                    metrics = self.update(rows, step)
+                    metrics |= self.update(rows, step)
                 self.state = self.state.advance(metrics, num_sequences=len(rows), actor_updated=True)
                 self.checkpoints.step_ended(self)
                 self.unreported = partial(self.report.trained, step, rows, metrics, clock)
                 self.save_if_due()
                 metrics |= self.validate_if_due()
             return self.end_step()
+
+    def with_targets(self, rows: Experience) -> tuple[Experience, dict[str, float]]:
+        """Add what the loss needs of the models to the rows, with metrics of it: nothing here."""
+        return rows, {}
 
     def update(self, rows: Experience, step: int) -> dict[str, float]:
         """Take the step's optimizer step, over all its rows."""
