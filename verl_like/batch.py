@@ -4,7 +4,8 @@
 
 Letters in names give the axes: B sequences, T tokens of all of them one after the other. `prompt_ids_T` holds every
 prompt's tokens, and with them prompt_length_B[b] belong to row b; all other columns of tokens are of responses, which
-response_length_B cuts. Nothing is padded: a struct holds, sends and selects real tokens only.
+response_length_B cuts; routes are of both, and routed_length_B cuts them. Nothing is padded: a struct holds, sends and
+selects real tokens only.
 
 Arithmetic over positions needs rectangles. Every column `name_T` can be read as `name_BR` (responses, right padded to
 the longest) or `name_BP` (prompts, left padded), and a struct can be made from such columns too; both are made on the
@@ -27,10 +28,10 @@ from torch import Tensor
 
 from verl_like.flat_columns import Side, bounds, flat_rows, padded_rows, places, plain, revived, take_rows
 
-_PROMPTS, _RESPONSES = "prompt_length_B", "response_length_B"
-_ENDINGS = {_PROMPTS: "_BP", _RESPONSES: "_BR"}
+_PROMPTS, _RESPONSES, _BOTH = "prompt_length_B", "response_length_B", "routed_length_B"
+_ENDINGS = {_PROMPTS: "_BP", _RESPONSES: "_BR", _BOTH: "_BS"}
 _TOO_LARGE = 3.4028235677973366e38  # from here on a 32-bit float is infinite
-_SIDES: dict[str, Side] = {_PROMPTS: "left", _RESPONSES: "right"}
+_SIDES: dict[str, Side] = {_PROMPTS: "left", _RESPONSES: "right", _BOTH: "right"}
 
 
 def tokens(length: str = _RESPONSES, fill: float = 0, **kwargs: Any) -> Any:
@@ -310,6 +311,14 @@ class Sequences(TensorStruct):
     response_length_B: Tensor  # int64
     response_mask_T: Tensor = tokens()  # bool: true only for tokens that the policy sampled
     media: list[list[MediaHandle]] | None = None  # images of each row, in order; None: no row has any
+    # Experts of each token of prompt and response: [tokens, layers, k], models/routes.py has their type
+    routes_T: Tensor | None = tokens(_BOTH, default=None)
+    routed_length_B: Tensor | None = None  # int64: num_tokens_B, where there are routes
+
+    def with_routes(self, other: Sequences | Evaluated | None) -> Self:
+        """A copy with the routes of `other`, or without any."""
+        taken = (None, None) if other is None else (other.routes_T, other.routed_length_B)
+        return self.replace(routes_T=taken[0], routed_length_B=taken[1])
 
     def num_tokens_B(self) -> Tensor:
         """Prompt plus response tokens of each row, int64 [B]: the cost that balancing and budgets count."""
@@ -417,6 +426,8 @@ class Evaluated(TensorStruct):
     teacher_B: Tensor | None = None  # int64: number of the row's teacher (distillation)
     teacher_log_probs_T: Tensor | None = tokens(default=None)  # [T] of the tokens, or [T, K] of teacher_ids_T
     teacher_ids_T: Tensor | None = tokens(default=None)  # int32 [T, K]: the ids that the teacher finds likeliest
+    routes_T: Tensor | None = tokens(_BOTH, default=None)  # as in Sequences: of the pass of old log-probs
+    routed_length_B: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -193,6 +193,15 @@ CHECKS: tuple[Check, ...] = (
         needs=("vllm",),
     ),
     Check(
+        "router-replay",
+        "vLLM's own flag returns the routes of every token, of cached prompts and under CUDA graphs too; replayed, the "
+        "trainer's log-probs come nearer to vLLM's.",
+        gpu_tests("router_replay"),
+        3.0,
+        (Expect("difference, replayed by live", text=rf"replayed / live: {_NUMBER}", most=1.0),),
+        needs=("vllm",),
+    ),
+    Check(
         "memory-forecast",
         "The memory forecast is within 15% of max_memory_allocated in every phase.",
         gpu_tests("memory_forecast"),

@@ -32,6 +32,7 @@ from verl_like.algorithms.reward_shaping import (
 from verl_like.algorithms.stepwise import check_numbering
 from verl_like.batch import Episodes, Evaluated, Experience, Rollouts, Scores
 from verl_like.config import ActorConfig, AlgorithmConfig
+from verl_like.config.actor import ReplayMode
 from verl_like.flat_columns import last_true, on_rows, row_sums
 
 logger = logging.getLogger(__name__)
@@ -164,8 +165,21 @@ def put_together(
         truncated_B=episodes.of_rows(episodes.join(rollouts).cut_off_B),
         difficulty_B=difficulties(rollouts, actor.sample_weight),
     )
+    experience = experience.with_routes(_routes(actor, rollouts, evaluated))
     experience.check()
     return experience
+
+
+def _routes(actor: ActorConfig, rollouts: Rollouts, evaluated: Evaluated) -> Rollouts | Evaluated:
+    """Choose where the routes that the update replays, or compares with its own, are. ValueError: they are lacking."""
+    mode = actor.router_replay.mode
+    source = evaluated if mode == ReplayMode.R2 else rollouts
+    if mode != ReplayMode.disabled and source.routes_T is None:
+        raise ValueError(
+            f"actor_rollout_ref.actor.router_replay.mode={mode}: this batch has no routes (recorded steps have them "
+            "where rollout.enable_rollout_routing_replay=True was set when they were sampled)"
+        )
+    return source
 
 
 def trainable_rows(rollouts: Rollouts, scores: Scores) -> tuple[Tensor, dict[str, float]]:

@@ -99,6 +99,23 @@ class RouterConfig(ConfigNode):
         return self.balance_loss_coef > 0 or self.z_loss_coef > 0
 
 
+class ReplayMode(StrEnum):
+    """Pass whose routes the updates replay."""
+
+    disabled = "disabled"
+    R2 = "R2"
+    R3 = "R3"
+
+
+@dataclass(kw_only=True, slots=True)
+class RouterReplayConfig(ConfigNode):
+    """`actor.router_replay.*`: experts chosen earlier, in place of those a router would choose now."""
+
+    mode: ReplayMode = ReplayMode.disabled
+    """R2: those of the pass of old log-probs, in the updates; R3: the rollout engine's, in that pass and the updates
+    (rollout.enable_rollout_routing_replay). Scores of the chosen experts stay the router's own, with their gradient."""
+
+
 @dataclass(kw_only=True, slots=True)
 class PolicyLossConfig(ConfigNode):
     """`actor.policy_loss.*`."""
@@ -204,6 +221,8 @@ class ActorConfig(ConfigNode):
     """Leave cut-off responses (finish reason length) out of the actor's update; their scores count in the baseline."""
     router: RouterConfig = section(RouterConfig)
     """Losses and biases of routers, all off."""
+    router_replay: RouterReplayConfig = section(RouterReplayConfig)
+    """Replay of routes in mixtures of experts."""
     freeze_vision_tower: bool = False
     """Vision-language models: train the language model alone; the tower then keeps no activations."""
     use_torch_compile: bool = False

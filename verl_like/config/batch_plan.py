@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from verl_like.config.actor import ActorConfig, OldLogProbs
+from verl_like.config.actor import ActorConfig, OldLogProbs, ReplayMode
 from verl_like.config.algorithm import AlgorithmConfig
 from verl_like.config.correction import RolloutCorrectionConfig, corrects, rejects
 from verl_like.config.distillation import is_teacher
@@ -436,6 +436,8 @@ def _driver_needs(config: PPOConfig) -> str | None:
         return f"trainer.mode={config.trainer.mode}"
     if algorithm.use_kl_in_reward:
         return "algorithm.use_kl_in_reward=True"
+    if config.actor_rollout_ref.actor.router_replay.mode == ReplayMode.R2:
+        return f"{_ACTOR}.router_replay.mode=R2, which replays their routes,"
     loss = config.actor_rollout_ref.actor.policy_loss.loss
     if loss.selects:
         return f"{_ACTOR}.policy_loss.loss_mode={loss.name}, which selects tokens by them before the update,"

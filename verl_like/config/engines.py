@@ -36,6 +36,7 @@ class EngineKind:
     adapts_experts: it keeps adapters of experts and routers apart.
     drafts: it can guess tokens ahead (speculative decoding).
     whole_prompts: without chunked prefill max_num_batched_tokens must hold a whole sequence.
+    records_routes: it records the experts that it chooses for each token of a mixture of experts.
     first_apart: the first token of use_fire_sampling is a request of its own.
     """
 
@@ -64,6 +65,7 @@ class EngineKind:
     adapts_experts: bool = False
     drafts: bool = False
     whole_prompts: bool = False
+    records_routes: bool = False
     first_apart: bool = False
 
 
@@ -83,6 +85,7 @@ ENGINES = {
         adapter_rank=512,  # the largest max_lora_rank (vllm.config.lora)
         drafts=True,
         whole_prompts=True,
+        records_routes=True,
         first_apart=True,
     ),
     "sglang": EngineKind(
@@ -106,8 +109,9 @@ ENGINES = {
         tensor_parallel=False,
         quantisations=("int8",),
         adapts_experts=True,
+        records_routes=True,
     ),
-    "recorded": EngineKind(recorded=True),
+    "recorded": EngineKind(recorded=True, records_routes=True),
     "openai": EngineKind(endpoint=True),
 }
 OURS = tuple(name for name, kind in ENGINES.items() if kind.code is not None)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from verl_like.config.actor import ActorConfig, RouterConfig
+from verl_like.config.actor import ActorConfig, ReplayMode, RouterConfig
 from verl_like.config.algorithm import AlgorithmConfig
 from verl_like.config.critic import CriticConfig
 from verl_like.config.distillation import TeacherModelConfig
@@ -41,6 +41,8 @@ class RoleConfig:
     compile_blocks: bool = False
     freeze_vision_tower: bool = False
     router: RouterConfig = field(default_factory=RouterConfig)
+    replay: ReplayMode = ReplayMode.disabled
+    routes_sampled: bool = False  # routes of the rollout engine come with the rows
     entropy_in_chunks: bool = False
     recompute_entropy: bool = False
     optim: OptimConfig | None = None
@@ -55,6 +57,13 @@ class RoleConfig:
     is_base_of_actor: bool = False  # LoRA: the reference is the actor without its adapters, and has no engine
     copies: int = 0  # of its weights in its pool; 0: as fsdp.fsdp_size says
     keys: Mapping[str, str] = field(default_factory=dict)  # "path", "sharding", "ulysses", "tensor": others
+
+    @property
+    def routes_key(self) -> str:
+        """Key, and its value, for which choices of the model's routers are replayed or compared; empty without one."""
+        if self.replay != ReplayMode.disabled:
+            return f"actor.router_replay.mode={self.replay}"
+        return "rollout.enable_rollout_routing_replay=True" if self.routes_sampled else ""
 
     @property
     def path_key(self) -> str:
@@ -199,6 +208,8 @@ def _actor(config: PPOConfig, passes: Mapping[str, Cut]) -> RoleConfig:
         compile_blocks=actor.use_torch_compile,
         freeze_vision_tower=actor.freeze_vision_tower,
         router=actor.router,
+        replay=actor.router_replay.mode,
+        routes_sampled=config.actor_rollout_ref.rollout.enable_rollout_routing_replay,
         entropy_in_chunks=actor.entropy_from_logits_with_chunking,
         recompute_entropy=actor.entropy_checkpointing,
         optim=actor.optim,

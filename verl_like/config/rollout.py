@@ -328,6 +328,9 @@ class RolloutConfig(ConfigNode):
     seed_per_request: bool = True
     """A seed for each request, from trainer.seed, the prompt's draw, sample and turn: responses do not depend on
     batching."""
+    enable_rollout_routing_replay: bool = False
+    """Record the experts that the engine chose for each token, layers x top-k bytes (two each above 255 experts):
+    actor.router_replay.mode=R3 replays them; with disabled router/differing_share compares them with the trainer's."""
     sync_probe: bool = True
     """At each weight sync compare checksums of the trainer's shards, of what is sent and of what the engine holds, and
     log-probs of probe prompts."""

@@ -19,7 +19,16 @@ from verl_like.engine.microbatch import Batch, Objective
 from verl_like.engine.optim import Schedule
 from verl_like.engine.rescue import Rescue
 from verl_like.engine.sharded_model import ShardedModel
-from verl_like.engine.train_engine import CHOSEN, COMPARISONS, ENTROPY, LOG_PROBS, SUM_PI_SQUARED, VALUES, LossFn
+from verl_like.engine.train_engine import (
+    CHOSEN,
+    COMPARISONS,
+    ENTROPY,
+    LOG_PROBS,
+    ROUTES,
+    SUM_PI_SQUARED,
+    VALUES,
+    LossFn,
+)
 from verl_like.flat_columns import on_rows, take_rows
 from verl_like.models import loading, packing, tensor_plan
 from verl_like.models.fused_linear import Head, Reference
@@ -35,7 +44,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _OFFERS = {
-    "policy": frozenset({LOG_PROBS, ENTROPY, SUM_PI_SQUARED, CHOSEN, TOP_LOG_PROBS, TOP_IDS}),
+    "policy": frozenset({LOG_PROBS, ENTROPY, SUM_PI_SQUARED, CHOSEN, TOP_LOG_PROBS, TOP_IDS, ROUTES}),
     "value": frozenset({VALUES}),
 }
 
@@ -136,7 +145,7 @@ class FSDPEngine(ShardedModel):
                 probabilities) of a policy, at response_mask (0 elsewhere); "top_log_probs" and "top_ids" [T, K] of the
                 model's `top_k` likeliest ids; "full_kl" and "jsd" (to the attached reference over the whole vocabulary)
                 where one is attached; "values" of a value model inside response_length: entry t predicts the state
-                BEFORE response token t.
+                BEFORE response token t. "routes" [S, L, k] are of all tokens, prompts included (models/routes.py).
             rule: largest size of a micro-batch.
             temperature: logits are divided by it.
 
@@ -163,10 +172,12 @@ class FSDPEngine(ShardedModel):
         with self._resident(optimizer=False):
             order, found = self._rescue.repeated("forward pass", rule, batch, attempt)
             self.sharding.reshard()
-        length_B, back = batch.response_length_B, torch.argsort(torch.tensor(order)).tolist()
+        back = torch.argsort(torch.tensor(order)).tolist()
+        lengths = {ROUTES: batch.num_tokens_B()[order]}
         # One transfer a column: the host would wait for the device at each.
         joined = {name: torch.cat(parts or [torch.zeros(0)]).cpu() for name, parts in found.items()}
-        return {name: take_rows(values_T, length_B[order], back) for name, values_T in joined.items()}
+        length_B = batch.response_length_B[order]
+        return {name: take_rows(values_T, lengths.get(name, length_B), back) for name, values_T in joined.items()}
 
     def _gathers_alone(self, others: list[Head]) -> bool:
         """True where FSDP's gathers are the only messages that a forward pass exchanges with other ranks."""
@@ -187,7 +198,7 @@ class FSDPEngine(ShardedModel):
             temperature: logits are divided by it.
             others: heads of the references, for "full_kl" and "jsd".
         """
-        inputs, more = self._model_input(rows), dict[str, Any]()
+        inputs, more = self._model_input(rows, notes_routes=ROUTES in want), dict[str, Any]()
         self._segments = inputs.segments
         if CHOSEN in want:
             more["chosen_NK"] = _of_answers(rows, "teacher_ids_T", inputs, torch.zeros(1, 1)).long()
@@ -197,33 +208,47 @@ class FSDPEngine(ShardedModel):
                 teacher_N = _of_answers(rows, "teacher_B", inputs, torch.zeros(1))
             for number, (engine, head) in enumerate(zip(self._references or (self,), others, strict=True)):
                 with torch.no_grad(), self.base_model() if engine is self else nullcontext():
-                    hidden_NH = engine.sharding.root(inputs, frozenset({HIDDEN}), temperature)[HIDDEN]
+                    own = dataclasses.replace(inputs, routes=None)  # another policy, routers included
+                    hidden_NH = engine._pass(own, frozenset({HIDDEN}), temperature)[HIDDEN]
                 mine_N = None if teacher_N is None else teacher_N == number
                 found.append(Reference(hidden_NH=hidden_NH, head=head, mine_N=mine_N))
             more["references"] = tuple(found)
-        values = self.sharding.root(inputs, want, temperature, **more)
-        answers = {name: inputs.unpack(values_N) for name, values_N in values.items()}
         group = self._row_group
-        return answers if group is None else {name: group.join(answers[name]) for name in sorted(answers)}
+        with nullcontext([]) if self._routers is None else self._routers.noting() as noted:
+            values = self._pass(inputs, want - {ROUTES}, temperature, **more)
+        answers = {name: inputs.unpack(values_N) for name, values_N in values.items()}
+        answers = answers if group is None else {name: group.join(answers[name]) for name in sorted(answers)}
+        if ROUTES in want and self._routers is not None:
+            answers[ROUTES] = inputs.routes_of_rows(noted, self._routers.dtype, group)
+        return answers
 
-    def _model_input(self, rows: Sequences | None) -> packing.ModelInput:
+    def _pass(
+        self, inputs: packing.ModelInput, want: frozenset[str], temperature: float, **more: Any
+    ) -> dict[str, Tensor]:
+        """Run the model; routes that came with the rows are replayed, now and where layers are computed again."""
+        if self._routers is not None:
+            self._routers.replay(inputs.routes)
+        return self.sharding.root(inputs, want, temperature, **more)
+
+    def _model_input(self, rows: Sequences | None, *, notes_routes: bool = False) -> packing.ModelInput:
         device = self.device if self._row_group is None else torch.device("cpu")  # slices are cut there
         if rows is None:
             inputs = packing.placeholder(device, packed=self.packed, vision=self._vision)
         else:
-            inputs = self._whole_input(rows, device)
+            inputs = self._whole_input(rows, device, notes_routes)
         if self._row_group is None:
             return inputs
         take_slice = tensor_plan.take_slice if self._is_split else packing.take_slice
         return take_slice(inputs, self._row_group).to(self.device)
 
-    def _whole_input(self, rows: Sequences, device: torch.device) -> packing.ModelInput:
+    def _whole_input(self, rows: Sequences, device: torch.device, notes_routes: bool) -> packing.ModelInput:
         wanted_T = packing.response_positions(rows, sampled_only=self.kind == "policy")
         if isinstance(self.model, PolicyModel):
             microbatch.check_vocabulary(rows.response_ids_T[wanted_T], self.model.vocab_size)
         if not self.packed:
             return packing.pad(rows, wanted_T, device, vision=self._vision)
-        return packing.pack(rows, wanted_T, device, share_prompts=self.shares_prompts, vision=self._vision)
+        options = {"share_prompts": self.shares_prompts, "notes_routes": notes_routes}
+        return packing.pack(rows, wanted_T, device, vision=self._vision, **options)
 
     def _check_want(self, want: frozenset[str]) -> None:
         compares = self.kind == "policy" and (self._references or self._adapters is not None)
@@ -270,6 +295,7 @@ class FSDPEngine(ShardedModel):
 
         with self._resident(optimizer=True):
             metrics = self._rescue.repeated("update", rule, batch, attempt)
+            metrics.append(self._route_metrics())
             self._updates += 1
             metrics += [self._step(), self._rescue.metrics()]
             self.sharding.drop_gradients()
@@ -325,10 +351,17 @@ class FSDPEngine(ShardedModel):
         assert losses is not None
         for part in parts if losses.needs_fractions else ():
             with microbatch.told(part), self._rescue.forward(gathers_alone=self._gathers_alone([])), losses.noted():
-                self.sharding.root(self._model_input(part and part[1]), frozenset({HIDDEN}), temperature)
+                self._pass(self._model_input(part and part[1]), frozenset({HIDDEN}), temperature)
                 self._rescue.model_done()
                 counts.append(losses.count() * (part is not None))
         return counts
+
+    def _route_metrics(self) -> dict[str, Metric]:
+        """Share of tokens and layers of the last update whose router chose other experts than the routes given."""
+        differing, compared = (0, 0) if self._routers is None else self._routers.differing()
+        if not compared:
+            return {}
+        return {"router/differing_share": Metric(value=differing / compared, weight=compared)}
 
     def _watch(
         self, rows: Experience | None, objective: Objective, rule: MicroBatchRule, other: list[Head]

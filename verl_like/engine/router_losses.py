@@ -23,6 +23,9 @@ from verl_like.batch import Metric
 from verl_like.config.actor import BalanceForm, RouterConfig
 from verl_like.models.checkpoint_names import is_router_bias
 from verl_like.models.packing import Segments
+from verl_like.models.routes import NO_ROUTERS, routers_of
+
+_LOSSES = "actor.router", "set balance_loss_coef=0 and z_loss_coef=0"
 
 
 class RouterLosses:
@@ -37,7 +40,7 @@ class RouterLosses:
         self._router, self._device = router, device
         self._noted: list[tuple[Tensor, Tensor]] = []  # of each layer: logits [T, E], chosen experts [T, k]
         self._noting = False
-        modules, index = routers_of(hf)
+        modules, index = routers_of(hf, *_LOSSES)
         self._sigmoid = any(is_router_bias(name) for name, _ in hf.named_buffers())
         for module in modules:
             module.register_forward_hook(self._hook(index))
@@ -125,33 +128,17 @@ def _counts(logits: Tensor, chosen: Tensor, sequence_T: Tensor | None) -> Tensor
     return torch.bincount((first_T1 + chosen).flatten(), minlength=rows * experts).double().view(rows, experts)
 
 
-def routers_of(hf: PreTrainedModel) -> tuple[list[nn.Module], int]:
-    """Find a model's routers, and the place of the logits in what they return; as transformers tells for its own loss.
+def check_router(hf: PreTrainedModel, router: RouterConfig, routes_key: str = "") -> None:
+    """Check that this model's routers can do what actor.router asks for; raises ValueError otherwise.
 
-    Raises ValueError for a model without, or with routers that do not also return the experts chosen.
+    routes_key: key for which their choices are replayed or compared, if there is one.
     """
-    recorder = next(
-        (found["router_logits"] for part in hf.modules() if "router_logits" in (found := _recorded(part))), None
-    )
-    kind = None if recorder is None else recorder.target_class
-    if recorder is None or kind is None or kind is nn.Linear:
-        raise ValueError(
-            f"actor.router: the routers of model type {hf.config.model_type!r} do not tell their scores: set "
-            "balance_loss_coef=0 and z_loss_coef=0"
-        )
-    return [part for part in hf.modules() if isinstance(part, kind)], recorder.index
-
-
-def check_router(hf: PreTrainedModel, router: RouterConfig) -> None:
-    """Check that this model's routers can do what actor.router asks for; raises ValueError otherwise."""
+    if routes_key:
+        routers_of(hf, routes_key, NO_ROUTERS)
     if router.has_losses:
-        routers_of(hf)
+        routers_of(hf, *_LOSSES)
     if router.bias_update_rate > 0 and not any(is_router_bias(name) for name, _ in hf.named_buffers()):
         raise ValueError(
             f"actor.router.bias_update_rate={router.bias_update_rate}: no router of model type "
             f"{hf.config.model_type!r} has a bias: set it to 0"
         )
-
-
-def _recorded(part: nn.Module) -> dict[str, Any]:
-    return getattr(part, "_can_record_outputs", None) or {}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from verl_like.config.actor import ReplayMode
 from verl_like.config.fsdp import resolve_dtype
 from verl_like.engine import state
 from verl_like.engine.expert_load import ExpertLoad
@@ -25,6 +26,7 @@ from verl_like.models.checkpoint_names import CheckpointNames
 from verl_like.models.families import num_experts
 from verl_like.models.heads import HF_PREFIX, TokenModel, dtype_of
 from verl_like.models.lora_experts import stacks_of
+from verl_like.models.routes import Routers
 from verl_like.models.vision import processor_of
 from verl_like.parallel import sharding
 from verl_like.parallel.dist import ProcessInfo
@@ -65,6 +67,9 @@ class ShardedModel:
         self._router_losses: RouterLosses | None = None
         if optim is not None and role.router.has_losses:
             self._router_losses = RouterLosses(self.model.hf, role.router, self.device)
+        self._routers: Routers | None = None
+        if role.routes_key:
+            self._routers = Routers(self.model.hf, role.routes_key, replaces=role.replay != ReplayMode.disabled)
         self.sharding = self._shard()
         whole = partial(loading.build_meta_model, model, self.hf_config, kind=role.kind)
         self._export = WeightExport(self.sharding, self._adapters, self._stored, whole)

@@ -111,6 +111,11 @@ class Collector:
         if self.loader.learns:
             self._metrics |= self._loop.call(self._source.feedback(rollouts, scores), self._patience_s)
 
+    def probe(self, prompts: Sequence[Prompt], how: Answering) -> Rollouts:
+        """Answers to these prompts, which nobody grades."""
+        groups = self._answer(prompts, how)
+        return assemble_rollouts(prompts, [[member.episode for member in group.sampled] for group in groups])
+
     def weights_changed(self, version: int) -> None:
         """The replicas hold these weights from now on."""
         self._loop.call(self._source.weights_changed(version), self._patience_s)

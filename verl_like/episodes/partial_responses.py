@@ -49,6 +49,8 @@ def write(folder: Path, partials: ByGroup) -> None:
             token_ids_T=np.concatenate([np.empty(0, np.int32), *(one.token_ids for one in each)]),
             log_probs_T=np.concatenate([np.empty(0, np.float32), *(one.log_probs for one in each)]),
             weight_versions_T=np.concatenate([np.empty(0, np.int32), *(one.weight_versions for one in each)]),
+            routed_B=np.asarray([0 if one.routes is None else len(one.routes) for one in each], dtype=np.int64),
+            routes_T=np.concatenate([one.routes for one in each if one.routes is not None] or [np.empty(0, np.uint8)]),
         )
 
 
@@ -59,9 +61,13 @@ def read(folder: Path) -> ByGroup:
     with np.load(folder / FILE, allow_pickle=False) as columns:
         ends = columns["length_B"].cumsum()[:-1]
         parts = [np.split(columns[name], ends) for name in ("token_ids_T", "log_probs_T", "weight_versions_T")]
+        routed_B = columns["routed_B"] if "routed_B" in columns else 0 * columns["length_B"]  # none: an older file
+        routes_T = columns["routes_T"] if routed_B.any() else np.empty(0, np.uint8)
+        parts.append(np.split(routes_T, routed_B.cumsum()[:-1]))
         rows = zip(*(columns[name].tolist() for name in ("group_B", "sample_B", "reason_B")), *parts, strict=False)
         found: ByGroup = {}
-        for group, sample, reason, token_ids, log_probs, versions in rows:
+        for group, sample, reason, token_ids, log_probs, versions, routes in rows:
             arrays = {"token_ids": token_ids, "log_probs": log_probs, "weight_versions": versions}
+            arrays["routes"] = routes if len(routes) else None
             found.setdefault(group, {})[sample] = Partial(**arrays, finish=_REASONS[reason])
     return found

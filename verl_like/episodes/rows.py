@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from verl_like.batch import MediaHandle, Prompt, Rollouts
 from verl_like.episodes.episode import Episode, Turn
+from verl_like.models.routes import continued, filled
 
 
 def assemble_rollouts(prompts: Sequence[Prompt], episodes: Sequence[Sequence[Episode]]) -> Rollouts:
@@ -43,6 +45,7 @@ def assemble_rollouts(prompts: Sequence[Prompt], episodes: Sequence[Sequence[Epi
         media=media if any(media) else None,
         **_turn_columns(turns_of, numbers_of),
         episode_B=_episode_numbers(prompts, episodes) if len(rows) > len(flat) else None,
+        **_routes(turns_of, prompt_length_B + response_length_B),
     )
 
 
@@ -118,6 +121,16 @@ def _observed(turn: Turn) -> NDArray[np.int32]:
 
 def _nothing(turn: Turn) -> NDArray[np.float32]:
     return np.zeros(len(turn.observation_ids), dtype=np.float32)
+
+
+def _routes(turns_of: Sequence[Sequence[Turn]], length_B: Tensor) -> dict[str, Tensor]:
+    """routes_T, where an engine noted any: of a token the routes of the first turn that saw it; else unknown."""
+    known = [functools.reduce(continued, (turn.sampled.routes for turn in turns)) for turns in turns_of]
+    like = next((routes for routes in known if routes is not None), None)
+    if like is None:
+        return {}
+    columns = [filled(routes, length, like) for routes, length in zip(known, length_B.tolist(), strict=True)]
+    return {"routes_T": torch.from_numpy(np.concatenate(columns)), "routed_length_B": length_B}
 
 
 def _turn_columns(turns_of: Sequence[Sequence[Turn]], numbers_of: Sequence[Sequence[int]]) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from verl_like.batch import MediaHandle, Sequences
 from verl_like.flat_columns import on_rows, take_rows
+from verl_like.models.routes import unknown
 from verl_like.models.shared_prompts import first_rows, shared_layout, shared_prefixes
 from verl_like.models.token_layout import Groups, TokenLayout
 
@@ -91,6 +92,8 @@ class ModelInput:
     out_N: Tensor  # index into the response tokens of the batch, [T]
     num_out: int  # of these
     images: VisionInput | None = None
+    routes: Tensor | None = None  # [flattened tokens, L, k] to be replayed: routes.py
+    places_S: Tensor | None = None  # index into the flattened tokens: each token of the rows; -1: it is not there
 
     def model_kwargs(self) -> dict[str, Any]:
         """Keyword arguments of the Hugging Face backbone."""
@@ -106,12 +109,23 @@ class ModelInput:
             self, **{n: t.to(device, non_blocking=True) for n, t in moved.items() if t is not None}
         )
 
+    def routes_of_rows(self, noted_L: Sequence[Tensor], dtype: torch.dtype, group: SequenceRanks | None) -> Tensor:
+        """Bring routes that a pass noted, [flattened tokens, k] of each layer, to the tokens of the rows: [S, L, k].
+
+        group: ranks that have a slice of the tokens each.
+        """
+        assert self.places_S is not None
+        noted = torch.stack(list(noted_L), 1).int() + 1  # 0: not here
+        found = torch.where(self.places_S[:, None, None] >= 0, noted[self.places_S.clamp(min=0)], 0)
+        found = found if group is None else group.join(found)
+        return torch.where(found > 0, found - 1, unknown(dtype)).to(dtype)
+
     def unpack(self, values_N: Tensor) -> Tensor:
         """Spread answers [N] or [N, K] over the response tokens of the batch, zero elsewhere; differentiable."""
         return values_N.new_zeros(self.num_out, *values_N.shape[1:]).index_copy(0, self.out_N, values_N)
 
 
-_MOVED = ("input_ids", "position_ids", "attention_mask", "select_N", "targets_N", "out_N")
+_MOVED = ("input_ids", "position_ids", "attention_mask", "select_N", "targets_N", "out_N", "routes", "places_S")
 
 
 def response_positions(batch: Sequences, *, sampled_only: bool) -> Tensor:
@@ -126,6 +140,7 @@ def pack(
     *,
     share_prompts: bool = False,
     vision: VisionProcessor | None = None,
+    notes_routes: bool = False,
 ) -> ModelInput:
     """Concatenate the rows.
 
@@ -135,6 +150,7 @@ def pack(
         device: where the input goes.
         share_prompts: keep once what several rows begin with (`shared_prefixes`).
         vision: image processor of a vision-language model.
+        notes_routes: for `ModelInput.routes_of_rows`.
     """
     _check_prompts(batch)
     length_B = (batch.num_tokens_B() - 1).clamp(min=1)
@@ -148,6 +164,12 @@ def pack(
     start_S = own_S.cumsum(0) - own_S
     tokens, position = _real_tokens(rows)
     row = torch.arange(len(rows)).repeat_interleave(rows.num_tokens_B())
+    places_S = None
+    if notes_routes:
+        holder = torch.where(position < left_out_S[row], first_S[row], row)
+        places_S = (start_S - left_out_S)[holder] + position
+        places_S = torch.where(position < length_S[row], places_S, -1)
+        places_S = take_rows(places_S, rows.num_tokens_B(), torch.argsort(order).tolist())
     kept = (position < length_S[row]) & (position >= left_out_S[row])
     places_T = take_rows(torch.arange(len(wanted_T)), batch.response_length_B, order.tolist())  # of rows, in the batch
     chosen_N, row_N, column_N = _wanted(wanted_T[places_T], rows)
@@ -169,6 +191,8 @@ def pack(
         out_N=places_T[chosen_N],
         num_out=len(wanted_T),
         images=images,
+        routes=None if rows.routes_T is None else rows.routes_T[kept],
+        places_S=places_S,
     ).to(device)
 
 
@@ -198,10 +222,10 @@ def _segments(length_S: Tensor, own_S: Tensor, shared_S: Tensor, first_S: Tensor
 def pad(
     batch: Sequences, wanted_T: Tensor, device: torch.device, *, vision: VisionProcessor | None = None
 ) -> ModelInput:
-    """Put each row into a row of its own, right padded with token 0."""
+    """Put each row into a row of its own, right padded with token 0. Routes of padding are unknown."""
     _check_prompts(batch)
     length_B = batch.num_tokens_B()
-    tokens, _ = _real_tokens(batch)
+    tokens, position = _real_tokens(batch)
     input_ids = torch.nn.utils.rnn.pad_sequence(tokens.split(length_B.tolist()), batch_first=True)
     width = input_ids.shape[1]
     position_ids, images = torch.arange(width).expand_as(input_ids), None
@@ -213,6 +237,10 @@ def pad(
         feature_ids = torch.nn.utils.rnn.pad_sequence(features, batch_first=True, padding_value=-1)
         images = vision.load(feature_ids, media, device)
     chosen_N, row_N, column_N = _wanted(wanted_T, batch)
+    places_S, routes = on_rows(torch.arange(len(batch)) * width, length_B) + position, None
+    if batch.routes_T is not None:
+        shape, fill = (input_ids.numel(), *batch.routes_T.shape[1:]), unknown(batch.routes_T.dtype)
+        routes = batch.routes_T.new_full(shape, fill).index_copy(0, places_S, batch.routes_T)
     return ModelInput(
         input_ids=input_ids,
         position_ids=position_ids,
@@ -223,6 +251,8 @@ def pad(
         out_N=chosen_N,
         num_out=len(wanted_T),
         images=images,
+        routes=routes,
+        places_S=places_S,
     ).to(device)
 
 
@@ -254,6 +284,12 @@ def take_slice(whole: ModelInput, parallel: SequenceRanks) -> ModelInput:
     filling = width * parallel.size - total
     first = parallel.rank * width
     mine_N = (whole.select_N >= first) & (whole.select_N < first + width)
+    routes, places_S = whole.routes, whole.places_S
+    if routes is not None:
+        filled = torch.cat([routes, routes.new_full((filling, *routes.shape[1:]), unknown(routes.dtype))])
+        routes = filled[first : first + width]
+    if places_S is not None:
+        places_S = torch.where((places_S >= first) & (places_S < first + width), places_S - first, -1)
     return ModelInput(
         input_ids=torch.nn.functional.pad(whole.input_ids, (0, filling))[:, first : first + width],
         position_ids=torch.nn.functional.pad(whole.position_ids, (0, filling))[:, first : first + width],
@@ -263,6 +299,8 @@ def take_slice(whole: ModelInput, parallel: SequenceRanks) -> ModelInput:
         targets_N=whole.targets_N[mine_N],
         out_N=whole.out_N[mine_N],
         num_out=whole.num_out,
+        routes=routes,
+        places_S=places_S,
     )
 
 

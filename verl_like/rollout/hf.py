@@ -26,6 +26,7 @@ from verl_like.models import lora, vision
 from verl_like.models.checkpoint_names import CheckpointNames
 from verl_like.models.families import model_class, padded_attention
 from verl_like.models.loading import load_tokenizer, with_exact_biases
+from verl_like.models.routes import Routers
 from verl_like.models.vision import VisionInput
 from verl_like.parallel.checksum import Slice, checksum, sketch, values_of
 from verl_like.parallel.host_memory import is_out_of_memory
@@ -64,6 +65,8 @@ class HFRolloutEngine(SteppedRolloutEngine):
             if self.keeps_adapters:
                 _attach_adapters(self._model, model, self.dtype)
         self._stored = CheckpointNames(self._module)
+        records = "rollout.enable_rollout_routing_replay=True"
+        self._routers = Routers(self._module, records) if rollout.enable_rollout_routing_replay else None
         self._quantised: dict[str, Int8Linear] = {}  # by the names of checkpoints
         if rollout.quantization is not None:
             exchanged = quantise_linears(self._module)
@@ -194,7 +197,17 @@ class HFRolloutEngine(SteppedRolloutEngine):
         return self._forward(batch.next_b1, batch.widen(), batch)
 
     def _forward(self, ids_bs: Tensor, positions_bs: Tensor, batch: Batch, images: VisionInput | None = None) -> Tensor:
-        """Compute logits [b, V] of the token after the last of `ids_bs`."""
+        """Compute logits [b, V] of the token after the last of `ids_bs`, and note the routes of these."""
+        if self._routers is None:
+            return self._logits(ids_bs, positions_bs, batch, images)
+        with self._routers.noting() as noted:
+            logits_bV = self._logits(ids_bs, positions_bs, batch, images)
+        routes_bs = torch.stack(noted, 1).to(self._routers.dtype).unflatten(0, ids_bs.shape).cpu().numpy()
+        for row, routes_s, length in zip(batch.rows, routes_bs, batch.length_b.tolist(), strict=True):
+            row.went(routes_s[-min(length, len(routes_s)) :])  # prompts are padded on the left
+        return logits_bV
+
+    def _logits(self, ids_bs: Tensor, positions_bs: Tensor, batch: Batch, images: VisionInput | None) -> Tensor:
         if self._vision is not None:
             output = vision.run(
                 self._module,

@@ -6,12 +6,13 @@ import dataclasses
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from verl_like.batch import MediaHandle
+from verl_like.models.routes import continued
 
 FinishReason = Literal["stop", "length", "abort"]
 FIRST_TOP_K = 16  # of a hot first token, where the others have no top_k: without one it would be any token at all
@@ -86,12 +87,14 @@ class Sampled:
     """Tokens of one response, with log-probs and weight versions: three arrays [T], int32, float32, int32.
 
     A log-prob (natural log) is that of the distribution the token was drawn from, a version that of the weights that
-    drew it.
+    drew it. routes: the experts of the tokens of prompt and response, from the first on and as far as they are known
+    (never of the last one, from which nothing was drawn), [tokens, layers, k]; None where the engine records none.
     """
 
     token_ids: NDArray[np.int32]
     log_probs: NDArray[np.float32]
     weight_versions: NDArray[np.int32]
+    routes: NDArray[Any] | None = None
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids), len(self.log_probs), len(self.weight_versions)}
@@ -117,6 +120,7 @@ class Sampled:
             token_ids=np.concatenate([self.token_ids, other.token_ids]),
             log_probs=np.concatenate([self.log_probs, other.log_probs]),
             weight_versions=np.concatenate([self.weight_versions, other.weight_versions]),
+            routes=continued(self.routes, other.routes),
         )
 
 
@@ -129,8 +133,8 @@ class Partial(Sampled):
     @classmethod
     def from_sampled(cls, sampled: Sampled, finish: FinishReason | None = None) -> Partial:
         """These tokens, without a copy."""
-        arrays = {"token_ids": sampled.token_ids, "log_probs": sampled.log_probs}
-        return cls(**arrays, weight_versions=sampled.weight_versions, finish=finish)
+        arrays = {name: getattr(sampled, name) for name in ("token_ids", "log_probs", "weight_versions", "routes")}
+        return cls(**arrays, finish=finish)
 
 
 NOTHING = Sampled.of([], [], [])

@@ -5,8 +5,10 @@ One uniform number decides one token, so tokens depend neither on the batch nor 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +33,7 @@ class Row:
     token_ids: list[int] = field(init=False)
     log_probs: list[float] = field(init=False)
     versions: list[int] = field(init=False)
+    routes: list[NDArray[Any]] = field(init=False)  # [some tokens, layers, k] each: of those in the cache
     begun: bool = False  # taken up before: it lost its cache to other weights, and goes on before all that wait
 
     def __post_init__(self) -> None:
@@ -40,6 +43,7 @@ class Row:
         resume = self.request.resume
         self.token_ids, self.log_probs = resume.token_ids.tolist(), resume.log_probs.tolist()
         self.versions = resume.weight_versions.tolist()
+        self.routes = [] if resume.routes is None else [resume.routes]
 
     @property
     def order(self) -> tuple[bool, int, int]:
@@ -53,7 +57,15 @@ class Row:
 
     @property
     def sampled(self) -> Sampled:
-        return Sampled.of(self.token_ids, self.log_probs, self.versions)
+        sampled = Sampled.of(self.token_ids, self.log_probs, self.versions)
+        if self.routes:
+            self.routes = [np.concatenate(self.routes)]
+        return dataclasses.replace(sampled, routes=self.routes[0]) if self.routes else sampled
+
+    def went(self, routes: NDArray[Any]) -> None:
+        """Note the routes of the tokens that a pass took, up to the last; of those computed again the first count."""
+        known = sum(map(len, self.routes))
+        self.routes.append(routes[max(0, known - (len(self.known_ids) - len(routes))) :])
 
     def take(self, token: int, log_prob: float, version: int) -> None:
         """Append one more token, drawn from weights of this version."""

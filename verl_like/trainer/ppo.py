@@ -16,11 +16,13 @@ from verl_like.algorithms.mismatch import finish as finish_mismatch
 from verl_like.algorithms.reward_shaping import shape_rewards
 from verl_like.batch import Evaluated, Experience, Rollouts, Scores, whole_episodes
 from verl_like.config import ActorConfig, CriticConfig
+from verl_like.config.actor import ReplayMode
 from verl_like.episodes.collector import Collector
 from verl_like.rewards.manager import RewardManager
 from verl_like.trainer.loop import Loop, prefixed
 from verl_like.trainer.recording import Recorder
 from verl_like.trainer.roles import ReferenceHandle, Teachers, UpdateRules
+from verl_like.trainer.route_check import check_routes
 from verl_like.trainer.start_messages import start_phase
 from verl_like.trainer.validation import Validator
 from verl_like.trainer.weights import Weights
@@ -47,6 +49,10 @@ class PPOTrainer(Loop):
         self.first_step = self.state.step
         with start_phase("first weight sync and its proof"):
             self.sync_weights()
+        policy = self.config.actor_rollout_ref
+        if policy.actor.router_replay.mode == ReplayMode.R3 and not policy.rollout.engine.recorded:
+            with start_phase("check of the rollout engine's routes"):
+                check_routes(self.config, self.source, self.actor)
         self.on_start()
         self.validate_before_training()
 
@@ -113,6 +119,8 @@ class PPOTrainer(Loop):
             old_log_probs_T=old_log_probs,
             entropy_T=old.entropy_T if old else None,
             sum_pi_squared_T=old.sum_pi_squared_T if old else None,
+            routes_T=old.routes_T if old else None,
+            routed_length_B=old.routed_length_B if old else None,
             ref_log_probs_T=reference.ref_log_probs_T if reference else None,
             full_kl_T=reference.full_kl_T if reference else None,
             values_T=values.values_T if values else None,

@@ -18,6 +18,7 @@ from verl_like.algorithms.preparation import prepare_batch, prepare_minibatch
 from verl_like.batch import Denominators, Evaluated, Experience, Metric, Rollouts, Sequences, merge_metrics
 from verl_like.cluster.worker_group import PendingResult, WorkerGroup
 from verl_like.config import ActorConfig, DistillationConfig, TrainerConfig
+from verl_like.config.actor import ReplayMode
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.roles import ACTOR, CRITIC, REF, REWARD
 from verl_like.models.cost import ModelCost
@@ -91,6 +92,8 @@ class RoleHandle:
     def evaluate(self, method: str, batch: Sequences) -> Evaluated:
         """Call a forward method on balanced shares of the rows."""
         light, copies = as_sequences(batch), self.ranks_per_row
+        if self.plan.roles[self.role].config.replay == ReplayMode.R3:
+            light = light.with_routes(batch)
         shares = self.balance.shares(light, self.num_shares)
         parts = self.call(method, _repeated(split_rows(light, shares), copies))
         return join_rows(parts[::copies], shares)
@@ -117,6 +120,8 @@ class RoleHandle:
         """Yield the rows of each optimizer step, with what the actor's options compute over the rows of one step."""
         if rules.actor is not None:
             experience = prepare_batch(experience, rules.actor)
+        else:
+            experience = experience.with_routes(None)  # the critic's routers are another model's
         for epoch in range(rules.epochs):
             indices = cut_minibatches(
                 experience.group_B,

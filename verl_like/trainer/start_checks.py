@@ -242,7 +242,7 @@ def _check_modules(
         yield from problems_of(lambda: loading.check_weights(model, whole))
         inside = role.sharding_section.removeprefix(role.model_section.removesuffix("model"))
         yield from problems_of(lambda: loading.sharding_units(whole, role.fsdp), prefix=f"{inside}.")
-    yield from problems_of(lambda: check_router(whole.hf, role.router))
+    yield from problems_of(lambda: check_router(whole.hf, role.router, role.routes_key))
     if role.optim is not None and model.lora_rank > 0:
         tower = families.frozen_tower(whole.hf, frozen=role.freeze_vision_tower)
         adapters = lora.attach(whole.hf, model, dtype=torch.float32, seed=0, left_out=tower)

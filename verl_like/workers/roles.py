@@ -11,11 +11,12 @@ from torch import Tensor
 from verl_like.algorithms.objectives import PolicyObjective, ValueObjective
 from verl_like.batch import Denominators, Evaluated, Experience, Metric, Sequences
 from verl_like.config import RewardModelConfig
+from verl_like.config.actor import ReplayMode
 from verl_like.config.batch_plan import needs_sum_pi_squared, two_policies
 from verl_like.config.distillation import TOP_K
 from verl_like.config.roles import ACTOR, CRITIC, REF, REWARD
 from verl_like.engine.fsdp import FSDPEngine
-from verl_like.engine.train_engine import ENTROPY, FULL_KL, LOG_PROBS, SUM_PI_SQUARED, VALUES
+from verl_like.engine.train_engine import ENTROPY, FULL_KL, LOG_PROBS, ROUTES, SUM_PI_SQUARED, VALUES
 from verl_like.models.heads import TOP_IDS, TOP_LOG_PROBS, PolicyModel
 from verl_like.observe.metrics import memory_metrics
 from verl_like.parallel.dist import ProcessInfo
@@ -95,6 +96,7 @@ class ActorRole(TrainedRole):
             self.engine.model.tempered = policy.distillation.wants, own
         self.temperature = spec.config.actor_rollout_ref.rollout.temperature
         more = {SUM_PI_SQUARED} if needs_sum_pi_squared(algorithm) else set[str]()
+        more |= {ROUTES} if actor.router_replay.mode == ReplayMode.R2 else set()
         self._wanted = frozenset({LOG_PROBS, ENTROPY, *more}) if kind == "rl" else self.objective.wants
 
     def log_probs(self, batch: Sequences) -> Evaluated:
@@ -109,6 +111,8 @@ class ActorRole(TrainedRole):
             entropy_T=out.get(ENTROPY),
             sum_pi_squared_T=out.get(SUM_PI_SQUARED),
             values_T=out.get(VALUES),
+            routes_T=out.get(ROUTES),
+            routed_length_B=batch.num_tokens_B() if ROUTES in out else None,
         )
 
     def base_log_probs(self, batch: Sequences) -> Evaluated:

@@ -12,6 +12,7 @@ from verl_like.trainer.compose import compose_with_warnings
 
 A, R, F = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 T = f"{A}.fsdp_config.tensor_parallel_size"
+K = f"{R}.enable_rollout_routing_replay"
 
 
 def warnings_of(*overrides):
@@ -57,6 +58,15 @@ def test_the_default_configuration_is_quiet():
         ([f"{T}=2", "actor_rollout_ref.model.use_remove_padding=false"], f"{T}=2 with actor_rollout_ref.model.use_rem"),
         ([f"{T}=0"], "tensor_parallel_size=0: must be at least 1"),
         ([f"{A}.rl_loss_coef=0"], "nothing would be trained"),
+        ([f"{A}.router_replay.mode=R3"], f"{A}.router_replay.mode=R3 with {K}=False: it replays the rollout engine's"),
+        ([f"{A}.router_replay.mode=R2", "algorithm.rollout_correction.bypass_mode=true"], "no pass of the trainer's"),
+        ([f"{A}.router_replay.mode=R2", f"{A}.old_log_probs=rollout"], f"R2 with {A}.old_log_probs=rollout: no pass"),
+        ([f"{A}.router_replay.mode=R2", f"{A}.use_torch_compile=true"], "choices are exchanged inside of layers"),
+        ([f"{K}=true", f"{A}.use_torch_compile=true"], f"{K}=True with {A}.use_torch_compile=True"),
+        ([f"{K}=true", f"{R}.name=sglang"], f"{K}=True with {R}.name=sglang: this engine records none"),
+        ([f"{K}=true", f"{R}.engine_kwargs.vllm.speculative_config={{method:ngram}}"], "those dropped have routes as"),
+        ([f"{F}.router_replay.mode=R3"], "a divergence compares whole policies, routers included"),
+        ([f"{A}.router_replay.replay_file=a.pt"], "recorded with the rows of a step"),
         ([f"{A}.ratio_skip_threshold=0.5"], "ratio_skip_threshold=0.5: must be at least 1"),
         ([f"{A}.policy_loss.clip_cov_lb=5"], "must be below clip_cov_ub=5.0"),
         (["trainer.resume_mode=resume_path"], "with trainer.resume_from_path=None"),

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.contracts.engine_ends import within
 from tests.unit.engine import tiny
+from tests.unit.engine.test_router_replay import CUT, R2, moved, noted
 from tests.unit.engine.tiny import PolicyLoss, assert_same, build_engine, denominators, experience
 from tests.unit.models import zoo
 from tests.unit.rollout.tiny import build_for
@@ -58,6 +59,10 @@ def of_two_ranks(process: ProcessInfo, paths: dict[str, str], folder: str) -> di
         engine = build_engine(process, paths["qwen3_moe"], router=router)
         mine = batch.select(range(9) if process.rank == 0 else [])  # the other rank has no rows
         found[form] = minibatch_gradients(engine, mine, PolicyLoss(), denominators(batch), rule=tiny.ONE_BATCH)
+    engine = build_engine(process, paths["qwen3_moe"], ulysses=process.world_size, **R2)
+    rows = noted(engine, batch)  # each rank has a slice of its tokens
+    found["routes"] = {"noted": rows.routes_T}
+    found["replayed"] = minibatch_gradients(moved(engine), rows, PolicyLoss(), denominators(rows), rule=CUT)
     return found
 
 
@@ -105,12 +110,13 @@ def test_a_bias_is_sent_proved_and_kept_exactly(
 
 
 def test_two_ranks_are_one(process: ProcessInfo, paths: dict[str, str], tmp_path: Path) -> None:
-    """Biases and losses; of one rank's gradients, cut into micro-batches of 24 tokens, too."""
+    """Biases and losses, of one rank's gradients too; routes noted and replayed on slices of Ulysses."""
     two = tiny.spawn_ranks(2, of_two_ranks, tmp_path / "ranks", paths, str(tmp_path / "saved"))
     one = of_two_ranks(process, paths, str(tmp_path / "alone"))
     for result in two:
         assert_same(result["biases"], one["biases"], 0.0)
-        for form in LOSSES:
+        assert torch.equal(result["routes"]["noted"], one["routes"]["noted"])
+        for form in (*LOSSES, "replayed"):
             assert_same(result[form], one[form], 2e-5)
     resumed = build_engine(process, paths["deepseek_v3"], seed=77)
     resumed.load(str(tmp_path / "saved"), contents=["model"])
@@ -173,5 +179,5 @@ def written_out(model: Any, batch: tiny.Experience, router: RouterConfig, *, sig
 def test_what_a_model_cannot_do_is_refused(process: ProcessInfo, paths: dict[str, str], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"bias_update_rate=0.3: no router of model type 'qwen3_moe' has a bias"):
         build_engine(process, paths["qwen3_moe"], router=RATE)
-    with pytest.raises(ValueError, match=r"routers of model type 'qwen2' do not tell their scores"):
+    with pytest.raises(ValueError, match=r"actor.router: model type 'qwen2' has no routers: set balance_loss_coef=0"):
         build_engine(process, tiny.model_folder(tmp_path), router=LOSSES["batch"])

@@ -74,7 +74,7 @@ class Doubled:
     """The module torch, where float32, in which norms and routers compute whatever the model's dtype is, is float64."""
 
     def __getattr__(self, name: str) -> Any:
-        return torch.float64 if name == "float32" else getattr(torch, name)
+        return torch.float64 if name in ("float32", "float") else getattr(torch, name)
 
 
 def rows_alone(hf: PreTrainedModel, rows: Experience) -> torch.Tensor:

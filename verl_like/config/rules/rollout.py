@@ -87,6 +87,19 @@ def drafts_follow_the_policy(config: PPOConfig) -> Findings:
             yield (name, key), "vLLM refuses such requests; leave one out"
 
 
+@rule(f"{_ROLLOUT}.enable_rollout_routing_replay", "name", _DRAFTS)
+def engine_records_routes(config: PPOConfig) -> Findings:
+    """The engine records the experts of each token, of tokens that it keeps."""
+    rollout, key = config.actor_rollout_ref.rollout, f"{_ROLLOUT}.enable_rollout_routing_replay"
+    if not rollout.enable_rollout_routing_replay:
+        return
+    if not rollout.engine.records_routes:
+        yield (key, _NAME), "this engine records none; use name=vllm or hf, or router_replay.mode=R2, which needs none"
+    if rollout.engine.drafts and rollout.engine_kwargs.vllm.get("speculative_config") is not None:
+        why = "speculative_config guesses tokens, and those dropped have routes as well"
+        yield (key, _DRAFTS), f"{why}; leave one out"
+
+
 @rule(f"{_ROLLOUT}.prompt_length", "response_length", "data.max_prompt_length", "data.max_response_length")
 def one_length(config: PPOConfig) -> Findings:
     """A length in rollout.* is that of data.*"""

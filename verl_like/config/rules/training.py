@@ -1,5 +1,6 @@
 """Rules of the models that are trained: checkpoints, micro-batches, sharding, LoRA, the reference, preferences."""
 
+from verl_like.config.actor import ReplayMode
 from verl_like.config.batch_plan import two_policies
 from verl_like.config.mesh import tokens_apart, tokens_together
 from verl_like.config.micro_batches import Cut, cuts
@@ -71,6 +72,34 @@ def routers_are_watched(config: PPOConfig) -> Findings:
                     yield (key, other), why
     if config.actor_rollout_ref.actor.router.bias_update_rate > 0 and config.actor_rollout_ref.model.lora_rank > 0:
         yield (_OF_ROUTERS[2], "actor_rollout_ref.model.lora_rank"), "adapters leave the base as it is; set one to 0"
+
+
+_REPLAY, _RECORDS = f"{_ACTOR}.router_replay.mode", "actor_rollout_ref.rollout.enable_rollout_routing_replay"
+_COMPILES = f"{_ACTOR}.use_torch_compile"
+
+
+@rule(_REPLAY, _RECORDS, f"{_ACTOR}.old_log_probs", _BYPASS, _COMPILES, "trainer.objective")
+def routes_are_there_to_replay(config: PPOConfig) -> Findings:
+    """Routes that are replayed were noted: by the pass of old log-probs (R2), or by the rollout engine (R3)."""
+    actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
+    mode, records = actor.router_replay.mode, config.actor_rollout_ref.rollout.enable_rollout_routing_replay
+    if mode == ReplayMode.R3 and not records:
+        yield (_REPLAY, _RECORDS), "it replays the rollout engine's routes, which are not recorded; set it to True"
+    if mode == ReplayMode.R2 and two_policies(actor, correction):
+        key = _BYPASS if correction.bypass_mode else f"{_ACTOR}.old_log_probs"
+        yield (_REPLAY, key), "no pass of the trainer's comes before the update; use R3, or leave the other out"
+    for key in [_REPLAY] * (mode != ReplayMode.disabled) + [_RECORDS] * records:
+        if actor.use_torch_compile:
+            yield (key, _COMPILES), "choices are exchanged inside of layers; set use_torch_compile=False"
+    if mode != ReplayMode.disabled and config.trainer.objective != "rl":
+        yield (_REPLAY, "trainer.objective"), "answers of the data have no routes; leave it out"
+
+
+idle(
+    _RECORDS,
+    when=lambda c: c.actor_rollout_ref.actor.router_replay.mode == ReplayMode.R2,
+    why=f"{_REPLAY} is R2, which replays routes of the trainer's own",
+)
 
 
 @rule("actor_rollout_ref.model.lora_rank", _MERGE, "actor_rollout_ref.rollout.name")

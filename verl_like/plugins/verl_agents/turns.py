@@ -93,7 +93,7 @@ def _turns_of_row(row: LoopRow, record: Record, room: int, counts: Counter[str])
             observation_ids = ids_T[last:begin].tolist()
             turn = Turn(
                 observation_ids=observation_ids,
-                sampled=_part(completion.sampled, begin - len(context_ids), end - len(context_ids)),
+                sampled=_part(completion.sampled, len(context_ids), begin, end),
                 finish_reason=_reason(completion, end - len(context_ids), is_cut=end == len(ids_T) == start + room),
                 new_row=last == 0,
                 state_id=state_id(str(observation_ids)),
@@ -128,11 +128,14 @@ def _common(ids_T: np.ndarray, sampled_T: np.ndarray) -> int:
     return int(different[0]) if len(different) else length
 
 
-def _part(sampled: Sampled, begin: int, end: int) -> Sampled:
+def _part(sampled: Sampled, context: int, begin: int, end: int) -> Sampled:
+    """Cut tokens out of a completion, by their places in the row: routes stay those of all up to them."""
+    own = slice(begin - context, end - context)
     return Sampled(
-        token_ids=sampled.token_ids[begin:end],
-        log_probs=sampled.log_probs[begin:end],
-        weight_versions=sampled.weight_versions[begin:end],
+        token_ids=sampled.token_ids[own],
+        log_probs=sampled.log_probs[own],
+        weight_versions=sampled.weight_versions[own],
+        routes=None if sampled.routes is None else sampled.routes[:end],
     )
 
 

@@ -325,10 +325,14 @@ def sampled_so_far(llm: Any, request_id: str) -> tuple[list[int], list[float]]:
 
     Source: vLLM 0.26 and 0.32, OutputProcessor.request_states: each state gathers them for its last output.
     """
-    processor = llm.llm_engine.output_processor
-    state = processor.request_states[processor.external_req_ids[request_id][0]]
+    state = llm.llm_engine.output_processor.request_states[own_name(llm, request_id)]
     token_ids = list(state.detokenizer.output_token_ids)
     return token_ids, log_probs_of(state.logprobs_processor.logprobs, token_ids)
+
+
+def own_name(llm: Any, request_id: str) -> str:
+    """Return vLLM's own name of a request under way."""
+    return llm.llm_engine.output_processor.external_req_ids[request_id][0]
 
 
 def settle(llm: Any) -> None:

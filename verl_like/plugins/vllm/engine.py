@@ -22,7 +22,8 @@ from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.config.rollout import reads_text
 from verl_like.models.loading import as_sent
 from verl_like.models.lora import adapters_apart, is_adapter
-from verl_like.plugins.vllm import compat, lora, versions, vision
+from verl_like.models.routes import continued, route_type
+from verl_like.plugins.vllm import compat, lora, routes, versions, vision
 from verl_like.remote_storage import local_folder
 from verl_like.rollout.base import SLEEPERS, EngineSpec, SteppedRolloutEngine
 from verl_like.rollout.held_weights import Layout, checksums, held_by, sketches
@@ -55,6 +56,7 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
         super().__init__(**spec.facts(), seed=seed, keeps_adapters=adapters_apart(model))
         compat.set_environment(process.device)
         options = {"images": self._vision is not None, "speculates": "speculative_config" in rollout.engine_kwargs.vllm}
+        options["routes"] = rollout.enable_rollout_routing_replay
         versions.require_names(process.device, adapters=self.keeps_adapters, **options)
         self._sleep_mode = rollout.free_cache_engine and process.device.type == "cuda"  # vLLM on CPU has none
         sizes = (self.dtype, self.max_model_len, seed)
@@ -62,6 +64,8 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
         if self._vision is not None:
             kwargs |= vision.engine_options(rollout.limit_images)
             vision.prepare()
+        if options["routes"] and process.device.type == "cuda":
+            kwargs[routes.OPTION] = True
         self._lora_request: Any = lora.request() if self.keeps_adapters else None
         with preserve_rng():
             self._llm: Any = compat.start(kwargs, device=process.device, run_id=spec.run_id)
@@ -70,6 +74,11 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
             if process.device.type == "cpu":
                 lora.compute_directly(self._llm)
         self._model: Any = compat.model_of(self._llm)
+        self._routes: routes.Captured | routes.Returned | None = None
+        if options["routes"]:
+            kind, on_cpu = route_type(spec.hf_config), process.device.type == "cpu"
+            way: Any = routes.Captured if on_cpu else routes.Returned
+            self._routes = way(self._llm, self._model, kind)
         if self.tokenizer_size < self.vocab_size:
             compat.mask_logits(self._model, self.tokenizer_size)
         self._tp = tp
@@ -116,7 +125,10 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
             )
         except compat.refusals() as error:
             raise ValueError(f"request {request.request_id}: {error}") from error
-        running = _Running(request, [(0, self._sampling_version)], cached_tokens)
+        name = compat.own_name(self._llm, request.request_id)
+        if self._routes is not None:
+            self._routes.begin(name)
+        running = _Running(request, [(0, self._sampling_version)], name, cached_tokens)
         self._running[request.request_id] = running
 
     def step(self) -> list[Completion]:
@@ -138,7 +150,7 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
         so_far = self.progress()
         self._llm.llm_engine.abort_request(ids)
         for i in ids:
-            del self._running[i]
+            so_far[i] = self._routed(so_far[i], self._running.pop(i))
         return [Completion(request_id=i, sampled=so_far[i], finish_reason="abort") for i in ids]
 
     def progress(self) -> dict[str, Sampled]:
@@ -287,14 +299,22 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
         token_ids = list(sampled.token_ids)
         if sampled.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM ended request {output.request_id} with {sampled.finish_reason!r}")
+        all_tokens = running.all_of(token_ids, compat.log_probs_of(sampled.logprobs, token_ids))
         return Completion(
             request_id=output.request_id,
-            sampled=running.all_of(token_ids, compat.log_probs_of(sampled.logprobs, token_ids)),
+            sampled=self._routed(all_tokens, running, output),
             finish_reason=sampled.finish_reason,
             cached_tokens=int(output.num_cached_tokens or 0)
             if running.cached_tokens is None
             else running.cached_tokens,
         )
+
+    def _routed(self, sampled: Sampled, running: _Running, output: Any = None) -> Sampled:
+        """Add the routes of a request that ends."""
+        if self._routes is None:
+            return sampled
+        found = continued(running.request.resume.routes, self._routes.take(running.name, output))
+        return dataclasses.replace(sampled, routes=found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,11 +322,13 @@ class _Running:
     """Request in vLLM.
 
     versions: (tokens sampled before, version of the weights since).
+    name: vLLM's own of the request.
     cached_tokens: of the prompt, if its first token was a request of its own.
     """
 
     request: GenerationRequest
     versions: list[tuple[int, int]]
+    name: str
     cached_tokens: int | None = None
 
     def all_of(self, token_ids: list[int], log_probs: list[float]) -> Sampled:

@@ -52,6 +52,15 @@ ON_CPU = (
     "vllm.v1.sample.sampler: batched_count_greater_than",
 )
 OF_SPECULATION = ("vllm.v1.sample.rejection_sampler: RejectionSampler.forward expand_batch_to_tokens",)
+_CAPTURER = "vllm.model_executor.layers.fused_moe"
+OF_ROUTES = {
+    "cpu": (f"{_CAPTURER}.routed_experts_capturer: bind_routed_experts_capturer",),
+    "cuda": (
+        f"{_CAPTURER}.layer: MoERunner",
+        "vllm.engine.arg_utils: EngineArgs.enable_return_routed_experts",
+        "vllm.outputs: CompletionOutput.routed_experts",
+    ),
+}
 OF_ADAPTERS = (
     "vllm.config.lora: MaxLoRARanks",
     "vllm.lora.lora_model: LoRAModel.from_lora_tensors",
@@ -116,7 +125,9 @@ def _fields(file: Path, name: str) -> set[str]:
     return {each.target.id for each in fields if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)}
 
 
-def require_names(device: torch.device, *, adapters: bool, images: bool, speculates: bool = False) -> None:
+def require_names(
+    device: torch.device, *, adapters: bool, images: bool, speculates: bool = False, routes: bool = False
+) -> None:
     """Check, before the start, that vLLM can be driven; warns of untested versions.
 
     Raises ValueError, with the names that are missing, where it cannot.
@@ -124,6 +135,7 @@ def require_names(device: torch.device, *, adapters: bool, images: bool, specula
     found = version()
     wanted = [*USED, *(ON_CPU if device.type == "cpu" else ()), *(OF_ADAPTERS if adapters else ())]
     wanted += OF_SPECULATION if speculates else ()
+    wanted += OF_ROUTES[device.type] if routes else ()
     missing = missing_names([*wanted, *(OF_IMAGES if images else ())])
     _refuse(found, missing)
     if found.partition("+")[0] not in TESTED:
