@@ -218,7 +218,7 @@ class FSDPEngine(ShardedModel):
             values = self._pass(inputs, want - {ROUTES}, temperature, **more)
         answers = {name: inputs.unpack(values_N) for name, values_N in values.items()}
         answers = answers if group is None else {name: group.join(answers[name]) for name in sorted(answers)}
-        if ROUTES in want and self._routers is not None:
+        if ROUTES in want and self._routers is not None and rows is not None:
             answers[ROUTES] = inputs.routes_of_rows(noted, self._routers.dtype, group)
         return answers
 

@@ -13,11 +13,13 @@ from torch import Tensor, nn
 
 from tests.unit.engine.scenarios import RULE, gradients, my_rows
 from tests.unit.engine.tiny import PolicyLoss, ValueLoss, build_engine, denominators, experience, weights
-from verl_like.config.actor import RouterConfig
+from verl_like.batch import Experience
+from verl_like.config.actor import ReplayMode, RouterConfig
 from verl_like.config.fsdp import FSDPConfig
 from verl_like.engine import sharded_model
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.engine.microbatch import Objective
+from verl_like.engine.train_engine import LOG_PROBS, ROUTES
 from verl_like.models.lora_experts import stacks_of
 from verl_like.parallel import mesh
 from verl_like.parallel.dist import ProcessInfo
@@ -66,10 +68,21 @@ def everything(
     for way in ways:
         engine = engine_of(process, first, size, **WAYS[way])
         found[f"gradients_{way}"] = gradients(engine, my_rows(process, batch, "even"), batch)
+    found["gradients_replayed"] = replayed(engine_of(process, first, size, replay=ReplayMode.R2), batch)
     critic = engine_of(process, first, size, kind="value")
     found["gradients_critic"] = gradients(critic, my_rows(process, batch, "even"), batch, loss=ValueLoss())
     found["held"] = held(engine_of(process, first, size))
     return found | checkpoints(process, first, size, saved, others)
+
+
+def replayed(engine: FSDPEngine, batch: Experience) -> dict[str, Tensor]:
+    """Gradients with the routes of a pass before the routers took the opposite taste."""
+    mine = my_rows(engine.process, batch, "even")
+    routes_T = engine.forward(mine, want=frozenset({LOG_PROBS, ROUTES}), rule=RULE)[ROUTES]
+    for name, parameter in engine.model.named_parameters():
+        if name.endswith("gate.weight"):
+            parameter.data.neg_()
+    return gradients(engine, mine.replace(routes_T=routes_T, routed_length_B=mine.num_tokens_B()), batch)
 
 
 def checkpoints(process: ProcessInfo, path: str, size: int, saved: str, others: str | None) -> dict[str, Any]:
