@@ -14,7 +14,7 @@ import pytest
 
 from tests.architecture.source import Source, package_sources, parse
 
-MOST_LINES = {"core": 33_840, "plugins": 12_985, "kit": 11_160}  # of code, by ring
+MOST_LINES = {"core": 33_855, "plugins": 13_025, "kit": 11_300}  # of code, by ring
 MOST_SMALL_FILES = {
     "core": 33,
     "plugins": 35,
