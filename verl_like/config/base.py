@@ -97,6 +97,11 @@ def at_least(minimum: float) -> Range:
     return _finite(lambda value: value >= minimum, f"at least {minimum}")
 
 
+def at_most(maximum: float) -> Range:
+    """Finite numbers of at most `maximum`."""
+    return _finite(lambda value: value <= maximum, f"at most {maximum}")
+
+
 def above(bound: float) -> Range:
     """Finite numbers above `bound`."""
     return _finite(lambda value: value > bound, f"above {bound}")

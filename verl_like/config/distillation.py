@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-from verl_like.config.base import ConfigNode, above, at_least, key, on_menu, one_of, require, section
+from verl_like.config.base import ConfigNode, above, at_least, at_most, key, on_menu, one_of, require, section
 from verl_like.config.endpoint import WEB_ADDRESS, EndpointConfig
 from verl_like.config.fsdp import DTYPES
 from verl_like.config.menus import KL_KINDS, LOSSES
@@ -40,7 +40,7 @@ class DistillationLossConfig(ConfigNode):
     """Weight of the loss beside that of the rewards."""
     loss_max_clamp: float | None = key(None, above(0))
     """Largest distance of a token, on both sides of 0. Null: no bound."""
-    log_prob_min_clamp: float | None = key(None, idle="loss_mode is not forward_kl_topk")
+    log_prob_min_clamp: float | None = key(None, at_most(0), idle="loss_mode is not forward_kl_topk")
     """Smallest log-prob that forward_kl_topk counts with, of both models. Null: no bound."""
     use_policy_gradient: bool = False
     """Take the negative distance as the advantage of the sampled token. False: its gradient is the loss's."""

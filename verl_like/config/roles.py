@@ -130,6 +130,8 @@ class RoleConfig:
 
 def roles_of(config: PPOConfig) -> dict[str, RoleConfig]:
     """The roles that this run has, by name."""
+    if config.trainer.objective != "rl":  # the loss is on given answers alone
+        return {ACTOR: every_role(config)[ACTOR]}
     needed = {
         ACTOR: True,
         REF: needs_reference(config),

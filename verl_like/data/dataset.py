@@ -235,9 +235,9 @@ class PromptDataset:
         columns = [f.rows.column("agent_name") for f in self.files if "agent_name" in f.rows.columns]
         return sorted({str(name or "") for column in columns for name in column})
 
-    def interactions(self) -> Iterator[tuple[str, Any]]:
-        """Place and extra_info.interaction_kwargs of each used row, as its file has them."""
-        cells = [file.rows.subcolumn("extra_info", "interaction_kwargs") for file in self.files]
+    def extras(self, name: str) -> Iterator[tuple[str, Any]]:
+        """Place and extra_info.<name> of each used row, as its file has them."""
+        cells = [file.rows.subcolumn("extra_info", name) for file in self.files]
         for position in self._kept.tolist():
             number, offset = self._locate(position)
             yield self._place(position), cells[number][offset]

@@ -187,8 +187,10 @@ def wrong_messages(encoder: PromptEncoder, messages: Messages) -> Iterator[str]:
         elif not isinstance(content, str | list | None) and role not in ("tool", "function"):
             yield f"message {number} ({role}): its content must be a text or a list of parts, not {content!r:.80}"
         calls = message.get("tool_calls") or []
-        if not isinstance(calls, list) or not all(isinstance(c, dict) and c.get("function", c) for c in calls):
-            yield f"message {number} ({role}): its tool_calls must be a list of functions called, not {calls!r:.80}"
+        functions = [call.get("function", call) for call in calls if isinstance(call, dict)]
+        if len(functions) < len(calls) or not all(isinstance(f, dict) and f.get("name") for f in functions):
+            what = "its tool_calls must be a list of functions called, each with its name"
+            yield f"message {number} ({role}): {what}, not {calls!r:.80}"
 
 
 def _shown(encoder: PromptEncoder, conversation: Conversation, text: str) -> Iterator[tuple[str, str, bool]]:

@@ -69,6 +69,7 @@ SAMPLES: dict[str, Any] = {
     "actor_rollout_ref.rollout.gateway.path": "mine.py:run",
     "actor_rollout_ref.rollout.gateway.forced_tool_choice": "auto",
     "actor_rollout_ref.actor.ratio_skip_threshold": 20.0,
+    "distillation.distillation_loss.log_prob_min_clamp": -10.0,
     "actor_rollout_ref.actor.policy_loss.loss_mode": "gspo",
     "actor_rollout_ref.model.target_modules": ["q_proj"],
     "critic.model.target_modules": ["q_proj"],

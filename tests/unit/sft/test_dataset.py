@@ -17,6 +17,7 @@ from tests.conftest import ROOT, load_script
 from tests.worlds.processes import forks
 from verl_like.config import DataConfig, Truncation
 from verl_like.config.errors import ConfigError
+from verl_like.config.roles import ACTOR, roles_of
 from verl_like.config.sft import SFTConfig
 from verl_like.data import chat
 from verl_like.data.templates import TEMPLATES
@@ -25,7 +26,7 @@ from verl_like.plugins.sft.dataset import SFTDataset
 from verl_like.plugins.sft.start import shown
 from verl_like.plugins.sft.turns import Row
 from verl_like.trainer.build import prepare
-from verl_like.trainer.compose import compose
+from verl_like.trainer.compose import compose, compose_with_warnings
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +99,28 @@ def test_truth_values_are_no_texts(tmp_path: Path, tokenizer: Any, sft: Any, cel
         dataset(tokenizer, file, sft).rows(1)
 
 
+@pytest.mark.parametrize(
+    ("messages", "fault"),
+    [
+        (talk("x", "y")[1:], "message 0 is the assistant's, and nothing asks for it"),
+        ([*talk("x"), {"role": "assistant", "tool_calls": [{"id": "1"}]}], "functions called, each with its name"),
+        ([{"role": "human", "content": "x"}, *talk("x", "y")], "did you mean 'user'?"),
+    ],
+)
+def test_messages_that_nobody_can_learn_from_are_told(
+    tmp_path: Path, tokenizer: Any, messages: Any, fault: str
+) -> None:
+    assert fault in problem(dataset(tokenizer, write(tmp_path / "rows.jsonl", GOOD, messages)))
+
+
+def test_an_answer_that_is_no_text_is_told_by_its_column(tmp_path: Path, tokenizer: Any) -> None:
+    file = write(tmp_path / "rows.jsonl", {"question": "2+2=", "answer": "4"}, {"question": "2+2=", "answer": 4})
+    made = SFTDataset(
+        DataConfig(prompt_key="question"), file, tokenizer, split="train", sft=SFTConfig(response_key="answer")
+    )
+    assert f"{file}, row 1: the column answer must hold a text or chat messages, not 4" in problem(made)
+
+
 def test_rows_without_anything_to_train_are_left_out_and_counted(
     tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -115,7 +138,7 @@ def test_rows_without_anything_to_train_are_left_out_and_counted(
     assert [made[i][1].messages for i in range(len(made))] == [GOOD, GOOD, rows[5]]
     assert len(made) == made.identity()["rows"] == len(made.domains()) == 3
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert warnings[0].splitlines()[0] == "data.train_files: 3 of 6 rows have nothing to train and are left out"
+    assert warnings[0].splitlines()[0] == "data.train_files: 3 of 6 rows are left out"
     assert "row 1, row 4: no assistant's message is trained" in warnings[0]
     assert "row 2: data.truncation=right at sft.max_length=60 cuts the answers off" in warnings[0]
     assert "cuts 4 of 14 trained tokens off" in warnings[1]  # 2 of row 2, and the last turn of row 5
@@ -127,7 +150,7 @@ def test_rows_without_anything_to_train_are_left_out_and_counted(
     dropped.check_rows()
     assert len(dropped) == 2 and "row 2, row 5: longer than sft.max_length=60" in caplog.text
     text = problem(dataset(tokenizer, write(tmp_path / "rows.jsonl", talk("x"))))
-    assert "1 of 1 rows have nothing to train and are left out" in text and "there are no others" in text
+    assert "1 of 1 rows are left out" in text and "no others are there to train" in text
 
 
 def test_a_long_file_is_looked_at_in_several_processes(
@@ -205,6 +228,11 @@ def test_a_start_counts_the_rows_that_are_left_and_tells_faults_of_both_sets(tmp
     with ExitStack() as stack:
         facts = prepare(compose(words), stack)
         assert (len(facts.train), facts.plan.steps_per_epoch) == (6, 3)
+        assert not {"rollout", "old log-probs"} & dict(facts.plan.rows()).keys()
+    others = ["algorithm.adv_estimator=gae", "actor_rollout_ref.actor.use_kl_loss=true", "distillation.enabled=true"]
+    config, warnings = compose_with_warnings([*words, *others, f"distillation.teacher_model.model_path={tiny_model}"])
+    assert list(roles_of(config)) == [ACTOR] and "actor.use_kl_loss has no effect" in str(warnings)
+    assert "distillation.enabled has no effect" in str(warnings)
     bad = write(tmp_path / "val.jsonl", GOOD, [])
     write(tmp_path / "train.jsonl", GOOD, GOOD, talk("1+1=", None))
     with ExitStack() as stack, pytest.raises(ConfigError) as caught:

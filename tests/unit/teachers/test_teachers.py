@@ -17,10 +17,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from verl_like.batch import PromptRow, Rollouts
+from verl_like.config import DataConfig
 from verl_like.config.distillation import DistillationConfig, TeacherInferenceConfig, TeacherModelConfig
+from verl_like.config.errors import RunStopped
 from verl_like.data.chat import PromptEncoder
+from verl_like.data.dataset import PromptDataset
 from verl_like.models.loading import load_tokenizer
-from verl_like.plugins.teachers.choice import with_hints
+from verl_like.plugins.http_json import TransientError
+from verl_like.plugins.teachers.choice import Teachers, check_rows, with_hints
 from verl_like.plugins.teachers.file import FileTeacher
 from verl_like.plugins.teachers.server import ServerTeacher, likeliest
 
@@ -125,6 +129,58 @@ def test_ids_that_the_policy_lacks_and_servers_that_are_none_are_seen(address: s
         teacher(address.replace(":", ":1", 2).replace("http:1", "http:"), "vllm", K).check()
 
 
+@pytest.mark.parametrize("told", [math.nan, 5.0])
+def test_numbers_that_are_no_log_probs_are_refused(told: float) -> None:
+    replies = {
+        "vllm": {"choices": [{"prompt_logprobs": [None, {"4": {"logprob": told}}]}]},
+        "sglang": {"meta_info": {"input_token_logprobs": [[None, 3, None], [told, 4, None]]}},
+        "openai": {"choices": [{"logprobs": {"token_logprobs": [None, told, -1.0]}}]},
+    }
+    for name, reply in replies.items():
+        assert scored(name, json.loads(json.dumps(reply).replace("NaN", "-3.0").replace("5.0", "-3.0"))) == [-3.0]
+        with pytest.raises(TransientError, match=r"no log-probs of the tokens sent.*is no log-prob"):
+            scored(name, reply)
+
+
+def test_servers_that_put_tokens_of_their_own_before_those_sent_are_refused() -> None:
+    """Else each number would be the one of the token before."""
+    sglang = [[None, 1, None], [-1.0, 3, None], [-2.0, 4, None]]
+    for name, reply in {
+        "vllm": {"choices": [{"prompt_logprobs": [None, {"3": {"logprob": -1.0}}, {"4": {"logprob": -2.0}}]}]},
+        "sglang": {"meta_info": {"input_token_logprobs": sglang}},
+        "openai": {"choices": [{"logprobs": {"token_logprobs": [None, -1.0, -2.0, -3.0]}}]},
+    }.items():
+        with pytest.raises(TransientError, match="no log-probs of the tokens sent"):
+            scored(name, reply)
+
+
+def scored(name: str, reply: Any) -> list[float]:
+    """What is read of a reply about the tokens 3 and 4, of which 4 is the response."""
+    (row,) = teacher("http://127.0.0.1:9/v1", name, 0).read(reply, [3, 4], 1)
+    return row[0]
+
+
+def test_rows_without_hint_or_teacher_are_told_before_the_start(
+    tmp_path: Path, tiny_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def dataset(*extra: dict[str, Any]) -> PromptDataset:
+        rows = [{"prompt": "1+1=", "extra_info": each} for each in extra]
+        (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        return PromptDataset(DataConfig(), str(tmp_path / "rows.jsonl"), load_tokenizer(str(tiny_model)), split="train")
+
+    two = {name: {"model_path": "m", "key": name} for name in ("a", "b")}
+    by_topic = DistillationConfig(enabled=True, teacher_key="topic", teacher_models=two)
+    assert not list(check_rows(by_topic, dataset({"topic": "a"}, {"topic": "b"})))
+    (told,) = check_rows(by_topic, dataset({"topic": "a"}, {"topic": "c"}))
+    assert told.startswith("distillation.teacher_key=topic: no teacher has the rows of 'c'; there are those of a, b")
+    sole = TeacherModelConfig(model_path="m")
+    hints = DistillationConfig(enabled=True, hint_key="hint", teacher_model=sole)
+    assert not list(check_rows(hints, dataset({"hint": "x"}, {"hint": ""}, {"hint": "y"})))
+    assert "hint_key=hint: 1 of 3 rows have none" in caplog.text and "row 1" in caplog.text
+    (told,) = check_rows(hints, dataset({"topic": "a"}, {"topic": "c"}))
+    assert told.startswith("distillation.hint_key=hint: no row has this text in extra_info")
+
+
 def test_a_file_is_looked_up_by_prompt_and_response(tmp_path: Path) -> None:
     file = tmp_path / "teacher.parquet"
     rows = [
@@ -144,10 +200,17 @@ def test_a_file_is_looked_up_by_prompt_and_response(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"key=.*: 1 of 2 responses are not in it \(the first: row 1\)"):
         other = rollouts().replace(response_ids_T=torch.tensor([4, 3, 2, 11]).int())
         FileTeacher("key", str(file), K).log_probs(other)
+    known = DistillationConfig(enabled=True, teacher_model=TeacherModelConfig(log_probs_file=str(file)))
+    with pytest.raises(RunStopped, match=r"the teachers cannot go on: key=.*: 1 of 2 responses are not in it"):
+        encoder: Any = None  # of hints
+        Teachers(known, encoder, {"teacher": FileTeacher("key", str(file), K)}).evaluate(other)
     with pytest.raises(ValueError, match="row 0 has not 5 log-probs and ids for each response token"):
         FileTeacher("key", str(file), 5)
     with pytest.raises(ValueError, match="cannot be read"):
         FileTeacher("key", str(tmp_path / "none.parquet"), 0)
+    pq.write_table(pa.table({"prompt_ids": [[1]], "answer": ["x"]}), file)
+    with pytest.raises(ValueError, match="there is no log_probs, response_ids, but prompt_ids, answer"):
+        FileTeacher("key", str(file), 0)
 
 
 def test_a_hint_is_for_the_teacher_alone(tiny_model: Path) -> None:

@@ -165,11 +165,14 @@ def teachers_are_named(config: PPOConfig) -> Findings:
     """Every teacher has a model, and rows of its own."""
     distillation, teachers = config.distillation, config.distillation.teachers()
     if distillation.enabled and not teachers:
-        return f"name the teacher: distillation.teacher_model.model_path=FOLDER, or several in {_MODELS}"
+        what = "name the teacher (of a server too, whose tokenizer it names)"
+        return f"{what}: distillation.teacher_model.model_path=FOLDER, or several in {_MODELS}"
     if teachers and distillation.teacher_model.model_path is not None and distillation.teacher_models:
         return ("distillation.teacher_model.model_path", _MODELS), "the first names the only teacher; leave one out"
     for teacher in (each for each in teachers.values() if not (each.path.strip() or each.config.log_probs_file)):
         return (_MODELS,), f"{teacher.place} has no model_path; set it to the teacher's folder"
+    for teacher in (each for each in teachers.values() if each.config.log_probs_file and each.config.inference.url):
+        return (), f"{teacher.place} has log_probs_file and inference.url: leave one of them out"
     if len(teachers) > 1 and SOLE in distillation.teacher_models:
         return (_MODELS,), f"verl drops {SOLE} where there are others; give it another name"
     rows = [each.rows for each in teachers.values()]
@@ -192,6 +195,14 @@ def distributions_as_a_loss(config: PPOConfig) -> Findings:
     loss = config.distillation.distillation_loss
     if config.distillation.enabled and loss.use_policy_gradient and loss.loss_mode not in KL_KINDS:
         return "only the sampled token's log-prob is moved; set use_policy_gradient=false, or loss_mode=k1"
+
+
+@rule(f"{_DISTILL}.distillation_loss_coef", kind="risky", reads=("distillation.enabled",))
+def teachers_weigh_something(config: PPOConfig) -> Findings:
+    """Teachers that are computed are learnt from."""
+    loss = config.distillation.distillation_loss
+    if config.distillation.enabled and loss.use_task_rewards and loss.distillation_loss_coef == 0:
+        return "the teachers are computed, and nothing is learnt from them"
 
 
 @rule(_MODE, *_KL, reads=("distillation.enabled",))

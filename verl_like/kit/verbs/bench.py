@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("agents", "agents", "conversations with a slow tool, beside the longest alone", agents, files, overrides)
     add("gateway", "gateway", "what a request over the gateway costs the driver", gateway, files)
     add("driver", "driver", "the driver's own work of a step, without models", driver, files)
+    add("learn", "learn", "time to an accuracy: GRPO, distillation, SFT from one start", learn, files, overrides)
     add("packing", "packing", "how full micro-batches are", packing, files)
     every = (shape, phase, engine, series, overrides)
     add("all", "everything", "all of these for one model and workload, one table", *every)
@@ -114,6 +115,18 @@ def step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--replay", type=Path, help="JSON with the response tokens of each step: train on those")
     parser.add_argument("--rollout", type=Path, help="JSON of `bench rollout`: the generation alone, for the bar")
     parser.add_argument("--out", type=Path, default=Path("outputs/bench"), help="folder for inputs and logs")
+
+
+def learn(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `bench learn`."""
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[1, 2, 3], help="data, warm start and run of each (1 2 3)"
+    )
+    parser.add_argument("--steps", type=positive, default=150, help="steps of GRPO, and of others at most (150)")
+    parser.add_argument("--every", type=positive, default=5, help="steps between two tests (5)")
+    parser.add_argument("--share", type=float, default=0.9, help="target, as a share of the teacher's accuracy (0.9)")
+    parser.add_argument("--teacher", type=Path, help="trained model of the same seed's quickstart (default: train it)")
+    parser.add_argument("--out", type=Path, default=Path("outputs/bench/learn"), help="folder for data and runs")
 
 
 def head(parser: argparse.ArgumentParser) -> None:

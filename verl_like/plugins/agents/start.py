@@ -136,7 +136,9 @@ def check_interactions(datasets: Iterable[Dataset | None], toolbox: Toolbox | No
         if dataset is None:
             continue
         rows = [("the first row", dataset[0][1].extra_info.get("interaction_kwargs"))]
-        for place, cell in itertools.chain(rows, dataset.interactions() if isinstance(dataset, PromptDataset) else ()):
+        for place, cell in itertools.chain(
+            rows, dataset.extras("interaction_kwargs") if isinstance(dataset, PromptDataset) else ()
+        ):
             try:
                 if settings := interaction_kwargs({"interaction_kwargs": cell}):
                     chosen(settings, names)

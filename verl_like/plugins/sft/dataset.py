@@ -213,6 +213,8 @@ def _inside(row: Mapping[str, Any], column: str, names: Sequence[str] | None, ke
         value = value[name]
     if value is None:
         raise ValueError(f"{place}: the column {column} is empty")
+    if not isinstance(value, str | list | dict):
+        raise ValueError(f"{place}: the column {column} must hold a text or chat messages, not {value!r:.100}")
     return value if isinstance(value, str) else to_messages(value, place)
 
 

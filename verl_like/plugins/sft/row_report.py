@@ -48,9 +48,9 @@ class RowReport:
         if self._faults:
             longest = f"\n     the longest row has {self._longest:,} tokens" if self._longest > self._limit else ""
             raise ConfigError([self._told("cannot be used: correct them, or leave them out", self._faults) + longest])
-        left_out = self._told("have nothing to train and are left out", self._left_out)
+        left_out = self._told("are left out", self._left_out)
         if not sums["kept"]:
-            raise ConfigError([f"{left_out}\n     and there are no others"])
+            raise ConfigError([f"{left_out}\n     and no others are there to train"])
         if self._left_out:
             logger.warning("%s", left_out)
         if sums["cut"]:

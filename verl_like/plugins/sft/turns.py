@@ -144,6 +144,8 @@ def _turns(
 def _turn(encoder: PromptEncoder, messages: Messages, tools: Tools, turn: int) -> _Turn:
     """Find a turn as it is rendered where it is the last."""
     before, message = messages[:turn], messages[turn]
+    if not before:
+        raise ValueError("message 0 is the assistant's, and nothing asks for it: put one before it")
     asked, shown = encoder.render((before, tools)), encoder.render(([*before, message], tools), to_answer=False)
     if message.get("tool_calls"):
         silent = {name: value for name, value in message.items() if name != "tool_calls"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Protocol
@@ -12,13 +13,15 @@ from transformers import PreTrainedTokenizerBase
 from verl_like.batch import Evaluated, PromptRow, Rollouts
 from verl_like.config import DistillationConfig, ModelConfig, PPOConfig
 from verl_like.config.distillation import TOP_K, Teacher
-from verl_like.config.errors import problems_of
+from verl_like.config.errors import RunStopped, problems_of
 from verl_like.data.chat import PromptEncoder
-from verl_like.data.dataset import Dataset
+from verl_like.data.dataset import Dataset, PromptDataset
 from verl_like.models import families, loading
+from verl_like.plugins.http_json import ServiceError
 from verl_like.plugins.teachers.file import FileTeacher
 from verl_like.plugins.teachers.server import ServerTeacher
 
+logger = logging.getLogger(__name__)
 _FIELDS = {"data_source": "data_source", "ability": "ability", "agent_name": "agent"}  # teacher_key -> of a row
 _SHOWN = 3
 
@@ -42,8 +45,14 @@ class Teachers:
     def evaluate(self, rollouts: Rollouts) -> Evaluated:
         """Ask each teacher about its rows; where the update itself compares with them, say which one a row has.
 
-        Raises ValueError for a row without a teacher.
+        Raises RunStopped for a row without a teacher, and where one fails.
         """
+        try:
+            return self._evaluate(rollouts)
+        except (ValueError, ServiceError) as error:
+            raise RunStopped(f"the teachers cannot go on: {error}") from error
+
+    def _evaluate(self, rollouts: Rollouts) -> Evaluated:
         number_B = torch.tensor(teacher_numbers(self._config, rollouts.rows), dtype=torch.int64)
         if self._config.compares:
             return Evaluated(response_length_B=rollouts.response_length_B, teacher_B=number_B)
@@ -122,12 +131,26 @@ def _numbers(config: DistillationConfig, values: Iterable[object]) -> list[int]:
     return [number for _, number in found if number is not None]
 
 
-def check_rows(config: DistillationConfig, dataset: Dataset) -> None:
-    """Check that rows have a teacher: all of them by data_source, the first by another key (ValueError)."""
-    if len(config.teachers()) > 1 and config.teacher_key == "data_source":
-        _numbers(config, dict.fromkeys(dataset.domains()))
-    elif config.enabled:
-        teacher_numbers(config, [dataset[0][1]])
+def check_rows(config: DistillationConfig, dataset: Dataset) -> Iterator[str]:
+    """Yield what is wrong with rows: one without a teacher, or no row with a hint.
+
+    All are looked at by data_source, and by names of extra_info in files; by others the first is.
+    """
+    key, several = config.teacher_key, config.enabled and len(config.teachers()) > 1
+    files = dataset if isinstance(dataset, PromptDataset) else None
+    if several and key == "data_source":
+        yield from problems_of(lambda: _numbers(config, dict.fromkeys(dataset.domains())))
+    elif several and files is not None and key not in _FIELDS:
+        yield from problems_of(lambda: _numbers(config, dict.fromkeys(str(cell) for _, cell in files.extras(key))))
+    elif several:
+        yield from problems_of(lambda: teacher_numbers(config, [dataset[0][1]]))
+    hint = config.hint_key if config.enabled else None
+    missing = [place for place, cell in files.extras(hint) if not cell] if files is not None and hint else []
+    if missing and len(missing) == len(dataset):
+        yield f"distillation.hint_key={hint}: no row has this text in extra_info: name one that is there, or null"
+    elif missing:
+        what = "distillation.hint_key=%s: %d of %d rows have none: their teacher sees what the policy saw; first %s"
+        logger.warning(what, hint, len(missing), len(dataset), missing[0])
 
 
 def check_teachers(config: PPOConfig, facts: Any) -> Iterator[str]:

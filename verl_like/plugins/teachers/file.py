@@ -23,6 +23,8 @@ class FileTeacher:
         self._key, self._k, file = f"{key}={path}", k, Path(path).expanduser()
         wanted = ["prompt_ids", "response_ids", "log_probs", *(["ids"] if k else [])]
         try:
+            if missing := set(wanted) - set(names := pq.read_schema(file).names):
+                raise ValueError(f"there is no {', '.join(sorted(missing))}, but {', '.join(names)}")
             table = pq.read_table(file, columns=wanted)
         except (OSError, ValueError) as error:
             raise ValueError(

@@ -20,6 +20,7 @@ from verl_like.plugins.http_json import Service, ServiceError, TransientError, c
 
 # inference.name -> the form in which such a server tells log-probs of a prompt
 _FORMATS = {"vllm": "prompt_logprobs", "sglang": "generate", "openai": "echo"}
+_ROUNDING = 1e-3  # by which a log-prob may be above 0
 _NOTHING = -1e4  # log-prob of a place for which a server has no id
 Scored = list[tuple[list[float], list[int]]]  # of each token: log-probs and ids, of the likeliest or its own
 
@@ -46,7 +47,7 @@ class ServerTeacher:
         """Ask about two tokens. Raises ValueError where the server does not tell what is needed."""
         quick = dataclasses.replace(self._service, max_retries=0, timeout=min(30.0, self._service.timeout))
         try:
-            quick.post(self._body([0, 0]), lambda reply: self._scored(reply, [0, 0], 1))
+            quick.post(self._body([0, 0]), lambda reply: self.read(reply, [0, 0], 1))
         except ServiceError as error:
             raise ValueError(f"{self._section}.url: {error}") from error
 
@@ -64,7 +65,7 @@ class ServerTeacher:
 
     def _ask(self, prompt: list[int], response: list[int]) -> Scored:
         ids = prompt + response
-        return self._service.post(self._body(ids), lambda reply: self._scored(reply, ids, len(response)))
+        return self._service.post(self._body(ids), lambda reply: self.read(reply, ids, len(response)))
 
     def _body(self, ids: list[int]) -> dict[str, Any]:
         if self._kind == "generate":
@@ -75,33 +76,51 @@ class ServerTeacher:
             {"prompt_logprobs": self._k} if self._kind == "prompt_logprobs" else {"echo": True, "logprobs": 1}
         )
 
-    def _scored(self, reply: Any, ids: list[int], count: int) -> Scored:
+    def read(self, reply: Any, ids: list[int], count: int) -> Scored:
         """Read the last `count` of the given tokens. Raises TransientError for a reply without their log-probs."""
         wanted = range(len(ids) - count, len(ids))
         try:
             if self._kind == "generate":
                 told = reply["meta_info"]
+                _same([each[1] for each in told["input_token_logprobs"]], ids)
                 if self._k:
                     return [
                         self._likeliest((pair[0], pair[1]) for pair in told["input_top_logprobs"][i]) for i in wanted
                     ]
-                return [([float(told["input_token_logprobs"][i][0])], [ids[i]]) for i in wanted]
+                return [([_log_prob(told["input_token_logprobs"][i][0])], [ids[i]]) for i in wanted]
             choice = reply["choices"][0]
             if self._kind == "echo":
-                return [([float(choice["logprobs"]["token_logprobs"][i])], [ids[i]]) for i in wanted]
+                told = choice["logprobs"]["token_logprobs"]
+                _same(min(len(told), len(ids) + 2), len(ids) + 1)  # with the one token that had to be sampled
+                return [([_log_prob(told[i])], [ids[i]]) for i in wanted]
             told = [choice["prompt_logprobs"][i] for i in wanted]
-            if self._k:
-                return [self._likeliest((each["logprob"], int(token)) for token, each in row.items()) for row in told]
-            return [([float(row[str(ids[i])]["logprob"])], [ids[i]]) for i, row in zip(wanted, told, strict=True)]
+            own = [([_log_prob(row[str(ids[i])]["logprob"])], [ids[i]]) for i, row in zip(wanted, told, strict=True)]
+            if not self._k:
+                return own
+            return [self._likeliest((each["logprob"], int(token)) for token, each in row.items()) for row in told]
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise TransientError(f"the reply has no log-probs of the prompt: {str(reply)[:300]}") from error
+            what = f"the reply has no log-probs of the tokens sent ({error!r})"
+            raise TransientError(f"{what}: {str(reply)[:300]}") from error
 
     def _likeliest(self, pairs: Iterable[tuple[float, int]]) -> tuple[list[float], list[int]]:
         return likeliest(pairs, self._k, self._vocabulary)
+
+
+def _log_prob(value: Any) -> float:
+    """Read a log-prob. Raises ValueError for what is none."""
+    if not float(value) <= _ROUNDING:
+        raise ValueError(f"{value} is no log-prob")
+    return max(float(value), _NOTHING)
+
+
+def _same(told: object, asked: object) -> None:
+    """Raise ValueError where a server has other tokens than it was sent: one that puts its own before them, say."""
+    if told != asked:
+        raise ValueError("other tokens")
 
 
 def likeliest(pairs: Iterable[tuple[float, int]], k: int, vocabulary: int) -> tuple[list[float], list[int]]:
     """Take the k likeliest ids of the policy's vocabulary, filled up where there are fewer."""
     known = sorted(((value, token) for value, token in pairs if token < vocabulary), reverse=True)[:k]
     known += [(_NOTHING, 0)] * (k - len(known))
-    return [max(float(value), _NOTHING) for value, _ in known], [token for _, token in known]
+    return [_log_prob(value) for value, _ in known], [token for _, token in known]
