@@ -339,6 +339,20 @@ DATA_AND_REWARDS = [
         "data/test_loader.py",
     ),
     Mutation(
+        "a curriculum does not learn of groups that dynamic sampling drops",
+        "episodes/source.py",
+        "if useless.scores is not None:",
+        "if useless.scores is None:",
+        "episodes/test_curriculum_source.py",
+    ),
+    Mutation(
+        "a curriculum forgets which prompts were scored",
+        "plugins/samplers/difficulty.py",
+        "self._evidence[places], self._last[places] = known[:, 2:], known[:, 1].astype(int)",
+        "self._last[places] = known[:, 1].astype(int)",
+        "data/test_difficulty.py",
+    ),
+    Mutation(
         "partial credit for the right answer",
         "plugins/math_grading/boxed.py",
         "earned = acc_score if right else",

@@ -28,10 +28,11 @@ def test_the_default_configuration_is_quiet():
     [
         (["data.curriculum.enable=true"], f"data.curriculum.enable=True with {R}.n=1: one response is never mixed"),
         (["data.curriculum.enable=true", f"{R}.n=4", "data.sampler.class_path=a.py:B"],
-          "data.curriculum.enable=True with data.sampler.class_path=a.py:B: each draws the prompts in its own way"),
-        (["data.curriculum.enable=true", f"{R}.n=4", "data.domain_weights={a: 1}"], "shares of sources would not be"),
+          "data.curriculum.enable=True with data.sampler.class_path=a.py:B: both say which prompts come"),
+        (["data.curriculum.enable=true", f"{R}.n=4", "data.domain_weights={a: 1}"], "both say which prompts come"),
         (["data.curriculum.enable=true", f"{R}.n=4", "trainer.objective=sft"], "no responses are sampled that it"),
         (["data.curriculum.enable=true", f"{R}.n=4", "env.train.tags=[frozen_lake]"], "each start of an environment"),
+        (["data.curriculum.enable=true", f"{R}.n=4", f"{R}.name=recorded"], f"True with {R}.name=recorded: both"),
         (["critic.enable=false"], "critic.enable=False with algorithm.adv_estimator=gae"),
         (["algorithm=grpo", f"{R}.n=4", "trainer.critic_warmup=2"], "there is no critic: nothing would be"),
         (["algorithm.adv_estimator=maxrl", "algorithm.use_kl_in_reward=true"], "maxrl needs rewards of 0 or more"),

@@ -49,29 +49,26 @@ def draws_fill_a_batch(config: PPOConfig) -> Findings:
         )
 
 
-@rule(
-    "data.curriculum.enable",
-    _N,
-    "data.sampler.class_path",
-    "data.domain_weights",
-    "trainer.objective",
-    "env.train.tags",
-)
+_CURRICULUM, _ROLLOUT = "data.curriculum.enable", "actor_rollout_ref.rollout"
+_DRAWN_BY = ("data.sampler.class_path", "data.domain_weights", f"{_ROLLOUT}.skip_rollout", f"{_ROLLOUT}.name")
+
+
+@rule(_CURRICULUM, _N, *_DRAWN_BY, "trainer.objective", "env.train.tags")
 def one_order_of_prompts(config: PPOConfig) -> Findings:
     """A curriculum alone says which prompt comes, and learns it from sampled groups."""
-    data, on = config.data, "data.curriculum.enable"
+    data, rollout = config.data, config.actor_rollout_ref.rollout
     if not data.curriculum.enable:
         return
-    if config.actor_rollout_ref.rollout.n == 1:
-        yield (on, _N), "one response is never mixed; set n to 2 or more"
-    if data.sampler.class_path is not None:
-        yield (on, "data.sampler.class_path"), "each draws the prompts in its own way; leave one of them out"
-    if data.domain_weights:
-        yield (on, "data.domain_weights"), "the shares of sources would not be kept; leave one of them out"
+    others = (data.sampler.class_path, data.domain_weights, rollout.skip_rollout, rollout.engine.recorded)
+    for key, is_so in zip(_DRAWN_BY, others, strict=True):
+        if is_so:
+            yield (_CURRICULUM, key), "both say which prompts come; leave one of them out"
+    if rollout.n == 1:
+        yield (_CURRICULUM, _N), "one response is never mixed; set n to 2 or more"
     if config.trainer.objective != "rl":
-        yield (on, "trainer.objective"), "no responses are sampled that it could learn from; set it to False"
+        yield (_CURRICULUM, "trainer.objective"), "no responses are sampled that it could learn from; set it to False"
     if config.env.train.tags:
-        yield (on, "env.train.tags"), "each start of an environment is another one; set it to False"
+        yield (_CURRICULUM, "env.train.tags"), "each start of an environment is another one; set it to False"
 
 
 @rule("algorithm.min_group_size", _N)
