@@ -14,7 +14,7 @@ import pytest
 
 from tests.architecture.source import Source, package_sources, parse
 
-MOST_LINES = {"core": 34_140, "plugins": 12_970, "kit": 11_160}  # of code, by ring
+MOST_LINES = {"core": 34_135, "plugins": 12_970, "kit": 11_160}  # of code, by ring
 MOST_SMALL_FILES = {
     "core": 33,
     "plugins": 35,
