@@ -19,20 +19,12 @@ from verl_like.engine.microbatch import Batch, Objective
 from verl_like.engine.optim import Schedule
 from verl_like.engine.rescue import Rescue
 from verl_like.engine.sharded_model import ShardedModel
-from verl_like.engine.train_engine import (
-    CHOSEN,
-    COMPARISONS,
-    ENTROPY,
-    LOG_PROBS,
-    ROUTES,
-    SUM_PI_SQUARED,
-    VALUES,
-    LossFn,
-)
+from verl_like.engine.train_engine import CHOSEN, COMPARISONS, ENTROPY, LOG_PROBS, SUM_PI_SQUARED, VALUES, LossFn
 from verl_like.flat_columns import on_rows, take_rows
 from verl_like.models import loading, packing, tensor_plan
 from verl_like.models.fused_linear import Head, Reference
 from verl_like.models.heads import HIDDEN, TOP_IDS, TOP_LOG_PROBS, PolicyModel
+from verl_like.models.routes import ROUTES
 from verl_like.parallel import sharding
 from verl_like.parallel.activation_offload import ActivationOffload
 from verl_like.parallel.dist import ProcessInfo

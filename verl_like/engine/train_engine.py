@@ -14,7 +14,6 @@ from torch import Tensor
 from verl_like.batch import Denominators, Experience, Metric
 
 LOG_PROBS, ENTROPY, SUM_PI_SQUARED, VALUES = "log_probs", "entropy", "sum_pi_squared", "values"
-ROUTES = "routes"  # of all tokens of the rows, prompts included
 FULL_KL, JSD, CHOSEN = "full_kl", "jsd", "chosen_log_probs"
 COMPARISONS = frozenset({FULL_KL, JSD})  # with another model, over the whole vocabulary
 

@@ -24,6 +24,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from verl_like.models.families import num_experts
 
+ROUTES = "routes"  # output of a pass: of all tokens of its rows, prompts included
 NO_ROUTERS = "it is for mixtures of experts whose routers tell their scores; leave it out"
 
 

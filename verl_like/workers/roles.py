@@ -16,8 +16,9 @@ from verl_like.config.batch_plan import needs_sum_pi_squared, two_policies
 from verl_like.config.distillation import TOP_K
 from verl_like.config.roles import ACTOR, CRITIC, REF, REWARD
 from verl_like.engine.fsdp import FSDPEngine
-from verl_like.engine.train_engine import ENTROPY, FULL_KL, LOG_PROBS, ROUTES, SUM_PI_SQUARED, VALUES
+from verl_like.engine.train_engine import ENTROPY, FULL_KL, LOG_PROBS, SUM_PI_SQUARED, VALUES
 from verl_like.models.heads import TOP_IDS, TOP_LOG_PROBS, PolicyModel
+from verl_like.models.routes import ROUTES
 from verl_like.observe.metrics import memory_metrics
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.registry import part

@@ -19,9 +19,9 @@ from verl_like.batch import Experience
 from verl_like.config.actor import ReplayMode, RouterConfig
 from verl_like.config.batch_plan import MicroBatchRule
 from verl_like.engine.fsdp import FSDPEngine
-from verl_like.engine.train_engine import LOG_PROBS, ROUTES
+from verl_like.engine.train_engine import LOG_PROBS
 from verl_like.kit.selfcheck.check import minibatch_gradients
-from verl_like.models.routes import unknown
+from verl_like.models.routes import ROUTES, unknown
 from verl_like.parallel.dist import ProcessInfo
 
 X = unknown(torch.uint8)

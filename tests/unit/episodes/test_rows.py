@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
+import numpy as np
 import pytest
 
 from verl_like.batch import Prompt, PromptRow
-from verl_like.episodes.episode import Episode, Turn
+from verl_like.episodes import partial_responses
+from verl_like.episodes.episode import Episode, EpisodeFailure, Turn
 from verl_like.episodes.rows import assemble_rollouts, episode_of_rows
-from verl_like.rollout.rollout_engine import Sampled
+from verl_like.rollout.rollout_engine import Partial, Sampled
 
 
 def prompt(group: int, ids: list[int]) -> Prompt:
@@ -94,3 +99,41 @@ def test_one_turn_says_nothing_of_turns_unless_it_has_something_to_say(count: in
     marked = [Episode(turns=(turn([3], [1], state_id=2),))] * count
     rollouts = assemble_rollouts([TWO], [marked])
     assert rollouts.step_BR is not None and rollouts.step_rewards_BR is None
+
+
+X = 255  # no engine noted the routes of the token
+
+
+def routed(turn: Turn, *experts: int) -> Turn:
+    routes = np.array(experts, dtype=np.uint8).reshape(-1, 1, 1)
+    return dataclasses.replace(turn, sampled=dataclasses.replace(turn.sampled, routes=routes))
+
+
+def test_routes_are_those_of_the_first_turn_that_saw_a_token() -> None:
+    """Of prompt and response; the last token of a turn, and what was observed behind it, has those of the turn after.
+    What no turn saw is unknown, and all of an episode that is lost."""
+    first = routed(turn([1, 2], [7, 8]), 10, 11, 12)  # nothing was drawn from 8
+    second = routed(turn([3], [9, 9]), 90, X, 92, 13, 14, 15)  # the engine computed the same tokens again
+    trailing = Turn(observation_ids=[4, 4], sampled=Sampled.of([], [], 5), finish_reason="stop")
+    rewritten = routed(turn([5, 5], [6], new_row=True), 20, 21)
+    lost = Episode.lost(prompt(1, [1, 2]), EpisodeFailure(kind="x", message="y"))
+    rows = assemble_rollouts(
+        [prompt(0, [1, 2]), prompt(1, [1, 2])], [[Episode(turns=(first, second, trailing, rewritten))], [lost]]
+    )
+    assert rows.routes_T is not None and rows.routed_length_B is not None
+    rows.check()
+    found = [each.flatten().tolist() for each in rows.routes_T.split(rows.routed_length_B.tolist())]
+    assert found == [[10, 11, 12, 13, 14, 15, X, X, X], [20, 21, X], [X, X]]
+    assert assemble_rollouts([prompt(1, [1])], [[lost]]).routes_T is None
+
+
+def test_a_checkpoint_keeps_routes_of_responses_under_way(tmp_path: Path) -> None:
+    with_routes = routed(turn([1], [7, 8]), 10, 11).sampled
+    without = turn([1], [7]).sampled
+    partials = {3: {0: Partial.from_sampled(with_routes, "stop"), 1: Partial.from_sampled(without)}}
+    partial_responses.write(tmp_path, partials)
+    found = partial_responses.read(tmp_path)[3]
+    assert np.array_equal(found[0].routes, with_routes.routes) and found[0].finish == "stop"  # type: ignore[arg-type]
+    assert found[1].routes is None and found[1].token_ids.tolist() == [7]
+    resumed = found[0] + routed(turn([], [9]), 50, 51, 52).sampled
+    assert resumed.routes is not None and resumed.routes.flatten().tolist() == [10, 11, 52]
