@@ -22,8 +22,10 @@ def hand_made_sizes(tree: ast.Module) -> Iterator[int]:
     for node in ast.walk(tree):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.FloorDiv | ast.Div | ast.Mod):
             for side in (node.left, node.right):
-                owner = ast.unparse(side.value) if isinstance(side, ast.Attribute) else ""
                 name = side.attr if isinstance(side, ast.Attribute) else side.id if isinstance(side, ast.Name) else ""
+                if name not in SIZES | OF_ROLES:
+                    continue
+                owner = ast.unparse(side.value) if isinstance(side, ast.Attribute) else ""
                 of_role = owner in ("self", "role") or owner.endswith(("fsdp", "fsdp_config"))
                 if name in SIZES or (name in OF_ROLES and of_role):
                     yield node.lineno
