@@ -3,8 +3,9 @@
     python recipes/trl_comparison/compare_preference.py
 
 Both packages must be importable: TRL 1.16 beside this environment, by `pip install --target FOLDER trl`, PYTHONPATH.
-TRL's own trainers read the same file, make their batch, and compute loss and gradient of the same float32 weights; the
-reference has others. Prints each loss, and how far the gradients are from each other, relative to their norm.
+TRL's own trainers read the same file, make their batch, and compute loss and gradient of the same weights, in float64:
+so the rounding is verl_like's alone. The reference has other weights. Prints each loss, how far the gradients are
+from each other, relative to their norm, and the largest difference of a number of theirs.
 """
 
 from __future__ import annotations
@@ -133,9 +134,9 @@ def of_trl(folder: Path, tokenizer: Any, kind: Any, arguments: Any, file: str, *
     if kind is not RewardTrainer:
         rows = [{name: value for name, value in row.items() if name != "margin"} for row in rows]
     reader = AutoModelForSequenceClassification if kind is RewardTrainer else AutoModelForCausalLM
-    model = reader.from_pretrained(folder / ("scores" if kind is RewardTrainer else "policy"), dtype=torch.float32)
+    model = reader.from_pretrained(folder / ("scores" if kind is RewardTrainer else "policy"), dtype=torch.float64)
     if kind in (DPOTrainer, KTOTrainer):
-        more["ref_model"] = AutoModelForCausalLM.from_pretrained(folder / "reference", dtype=torch.float32)
+        more["ref_model"] = AutoModelForCausalLM.from_pretrained(folder / "reference", dtype=torch.float64)
     trainer = kind(
         model=model, args=arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, **more
     )
@@ -190,11 +191,11 @@ def cases(folder: Path) -> list[tuple[str, PreferenceConfig, Callable[..., Any],
     ]
 
 
-def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """Norm of the difference of two gradients over the second one's."""
+def distances(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[float, float]:
+    """Norm of the difference of two gradients over the second one's, and the largest difference of a number."""
     assert ours.keys() == theirs.keys()
     mine, yours = (torch.cat([side[name].double().flatten() for name in ours]) for side in (ours, theirs))
-    return float((mine - yours).norm() / yours.norm())
+    return float((mine - yours).norm() / yours.norm()), float((mine - yours).abs().max())
 
 
 def main() -> None:
@@ -203,13 +204,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         folder, process = Path(place), init_distributed(0, 1, 0, 1, "127.0.0.1", 29_611, "cpu", 300.0)
         tokenizer = write_inputs(folder)
-        print(f"{'loss':<10} {'verl_like':>14} {'TRL':>14} {'gradient':>10}")
+        print(f"{'loss':<10} {'verl_like':>14} {'TRL':>14} {'gradient':>10} {'largest':>10}")
         for name, own, kind, arguments, file in cases(folder):
             ours, theirs = (
                 of_verl_like(folder, tokenizer, process, own),
                 of_trl(folder, tokenizer, kind, arguments, file),
             )
-            print(f"{name:<10} {ours[0]:>14.9f} {theirs[0]:>14.9f} {distance(ours[1], theirs[1]):>10.1e}", flush=True)
+            relative, largest = distances(ours[1], theirs[1])
+            print(f"{name:<10} {ours[0]:>14.9f} {theirs[0]:>14.9f} {relative:>10.1e} {largest:>10.1e}", flush=True)
 
 
 if __name__ == "__main__":

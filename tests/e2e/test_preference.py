@@ -159,3 +159,9 @@ def test_a_reward_model_judges_a_run_whose_answers_are_then_compared(tmp_path: P
     own = {"preference.rollouts": f"[{tmp_path / 'rl'}]", "data.train_batch_size": 8, "preference.min_gap": 1e-6}
     compared = run(tmp_path, tiny_model, "dpo", **own)
     assert len(compared) == 3 and compared[0]["train/loss"] == pytest.approx(0.6931, abs=1e-4)
+
+
+def test_what_would_part_the_two_passes_is_refused(tmp_path: Path, chat_model: Path) -> None:
+    changed = {"model.override_config": "{attention_dropout: 0.1}", "data.train_files": tmp_path / "none.jsonl"}
+    with pytest.raises(SystemExit, match=r"(?s)none\.jsonl.*drops attention_dropout in training.*override_config="):
+        run(tmp_path, chat_model, "out", **changed)

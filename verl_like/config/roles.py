@@ -174,7 +174,8 @@ def every_role(config: PPOConfig) -> dict[str, RoleConfig]:
 
 def needs_reference(config: PPOConfig) -> bool:
     """A KL term, in the loss or in the reward, needs the frozen reference."""
-    return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+    kl = config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+    return kl and config.trainer.objective == "rl"
 
 
 def needs_critic(critic: CriticConfig, algorithm: AlgorithmConfig) -> bool:

@@ -189,6 +189,11 @@ idle(
 )
 idle(f"{_P}.reference_cache", when="preference.reference_free is true")
 idle(
+    *(f"{_ACTOR}.{name}" for name in ("use_kl_loss", "kl_loss_coef", "entropy_coeff", "policy_loss.", "sft_loss_coef")),
+    when="trainer.objective is not rl: it has a loss of its own",
+)
+idle(f"{_ACTOR}.loss_agg_mode", when="trainer.objective is preference: its losses are means over pairs")
+idle(
     *("sft.response_key", "sft.prompt_dict_keys", "sft.response_dict_keys", "sft.mask_key", "data.messages_key"),
     when="trainer.objective is preference: its answers are in columns of their own",
 )

@@ -84,7 +84,7 @@ class PreferenceTrainer(SFTTrainer):
         parts, names = list[tuple[Pairs, Tensor]](), list[str]()
         with self.clock("testing"):
             for rows, more in self.val.batches(self.config.data.val_batch_size):
-                parts.append((rows.replace(item_B=rows.item_B + len(names)), self.values(rows)))
+                parts.append((rows.replace(item_B=rows.item_B + len(names), media=None), self.values(rows)))
                 names += more
             whole, values_T = Pairs.concat([rows for rows, _ in parts]), torch.cat([values for _, values in parts])
             found = _named("val", loss_of(self.config.preference, whole, values_T)[1])
