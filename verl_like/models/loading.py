@@ -96,7 +96,7 @@ def load_hf_config(model: ModelConfig, key: str = "model.path") -> PretrainedCon
     _check_router_loss(model, config)
     if getattr(config, "quantization_config", None):
         method = published_quantisation(model)["quant_method"]
-        if method == "fp8" and importlib.util.find_spec("accelerate") is None:
+        if method == "fp8" and has_weights(model.path) and importlib.util.find_spec("accelerate") is None:
             raise ValueError(f"{key}={model.path}: to load weights in fp8 transformers wants accelerate: install it")
         log.info("%s=%s: its %s weights are dequantised as they are loaded", key, model.path, method)
         del config.quantization_config  # of what is trained, sent and written nothing is quantised
