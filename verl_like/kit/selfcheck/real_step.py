@@ -17,6 +17,7 @@ from torch import Tensor
 from verl_like.algorithms.kl import KLController
 from verl_like.batch import Evaluated, Experience, Metric, Rollouts, Scores, merge_metrics, whole_episodes
 from verl_like.config import PPOConfig
+from verl_like.config.actor import RouterReplayConfig
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.roles import needs_critic
 from verl_like.models.loading import load_tokenizer
@@ -80,6 +81,7 @@ def small(config: PPOConfig, ranks: int, folder: str) -> PPOConfig:
         name="recorded",
         n=n,
         n_redundant=0,
+        enable_rollout_routing_replay=False,
         skip_rollout=False,
         tensor_model_parallel_size=1,
         **micro("log_prob"),
@@ -87,7 +89,7 @@ def small(config: PPOConfig, ranks: int, folder: str) -> PPOConfig:
     ref = dataclasses.replace(policy.ref, **micro("log_prob"))
     critic = cut(critic)
     critic = dataclasses.replace(critic, **micro("forward"))
-    actor = cut(policy.actor)
+    actor = dataclasses.replace(cut(policy.actor), router_replay=RouterReplayConfig())
     return dataclasses.replace(
         config,
         actor_rollout_ref=dataclasses.replace(policy, hybrid_engine=True, actor=actor, ref=ref, rollout=rollout),

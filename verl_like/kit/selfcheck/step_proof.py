@@ -52,6 +52,8 @@ def prove_step(config: PPOConfig, *, ranks: int) -> tuple[list[Finding], list[st
     rates = [*schedules(config)]
     config, notes = with_first_layers(config, _BYTES, available_memory())
     notes += ["not checked: algorithm.use_pf_ppo, which is off in the proof"] if config.algorithm.use_pf_ppo else []
+    replay = config.actor_rollout_ref.actor.router_replay.mode
+    notes += [f"not checked: router_replay.mode={replay}, which is off in the proof"] if replay != "disabled" else []
     notes += unchecked_adapters(config.actor_rollout_ref.model)
     with tempfile.TemporaryDirectory() as folder:
         config = comparable(with_noise(config, Path(folder) / "adapters"))
@@ -97,8 +99,9 @@ def _proved(config: PPOConfig, notes: list[str]) -> tuple[list[Finding], list[st
 
 
 def _ranks(config: PPOConfig, ranks: int) -> int:
-    """At least so many that the ranks that share rows are together."""
-    together = math.lcm(*(role.ranks_per_row for role in roles_of(config).values()))
+    """At least so many that the ranks that share rows, or the experts of a layer, are together."""
+    roles = roles_of(config).values()
+    together = math.lcm(*(size for role in roles for size in (role.ranks_per_row, role.fsdp.expert_parallel_size)))
     return math.ceil(ranks / together) * together
 
 
