@@ -64,3 +64,9 @@ def test_a_model_that_sees_passes(tmp_path: Path, capsys: pytest.CaptureFixture[
     main(["selfcheck", "--rows", "6", "--ranks", "1", *keys])
     found = capsys.readouterr().out
     assert "images, which the two whole steps have" in found and found.splitlines()[-1].endswith("passed")
+
+
+def test_what_no_plain_step_has_is_refused(tmp_path: Path) -> None:
+    keys = ["distillation.enabled=True", "distillation.teacher_model.model_path=t", "data.train_files=x.parquet"]
+    with pytest.raises(SystemExit, match=r"distillation.enabled=True: selfcheck knows no teachers; leave it out"):
+        main(["selfcheck", *keys])

@@ -236,6 +236,13 @@ def teachers_alone(config: PPOConfig) -> Findings:
         yield ("trainer.prove_step", "distillation.enabled"), "the plain step has no teachers; set one to False"
 
 
+@rule("trainer.prove_step", "trainer.objective")
+def proof_of_reinforcement_learning(config: PPOConfig) -> Findings:
+    """The plain step is one of reinforcement learning."""
+    if config.trainer.prove_step and config.trainer.objective != "rl":
+        return "the plain step is one of rl; set prove_step to False"
+
+
 def _unread(menu: Mapping[str, Choice], section: str, key: str, chosen: Callable[[PPOConfig], Choice]) -> None:
     """Register the keys that only some choices of a menu read."""
 

@@ -5,10 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from verl_like.config.errors import input_errors, raise_if_any
 from verl_like.config.parser import number
+
+if TYPE_CHECKING:
+    from verl_like.config import PPOConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,6 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides", nargs="*", help="keys of main_ppo, as for the run itself; without model.path a tiny model is made"
     )
+
+
+def _not_of_a_plain_step(config: PPOConfig) -> Iterator[str]:
+    if config.trainer.objective != "rl":
+        yield f"trainer.objective={config.trainer.objective}: selfcheck is of reinforcement learning; leave it out"
+    if config.distillation.enabled:
+        yield "distillation.enabled=True: selfcheck knows no teachers; leave it out"
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -33,6 +45,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     with tempfile.TemporaryDirectory() as folder, input_errors():
         config = compose(arguments.overrides)
+        raise_if_any(_not_of_a_plain_step(config))
         model = config.actor_rollout_ref.model.path
         if model == ModelConfig().path and not Path(model).expanduser().exists():
             model = f"none given (actor_rollout_ref.model.path); {DESCRIPTION}"
