@@ -174,7 +174,8 @@ def to_messages(prompt: Any, place: str) -> list[dict[str, Any]]:
     messages = [{key: value for key, value in message.items() if value is not None} for message in prompt]
     for message in messages:
         if "role" not in message:
-            hint = " (ShareGPT's keys: name them role and content)" if {"from", "value"} <= set(message) else ""
+            converters = "verl_like.kit.datasets.tool_calls and full_hh_rlhf do so"
+            hint = f" (ShareGPT's keys: name them role and content; {converters})" if "from" in message else ""
             raise ValueError(f"{place}: a message has no role: {str(message)[:200]}{hint}")
     return messages
 

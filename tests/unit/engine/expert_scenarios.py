@@ -19,8 +19,9 @@ from verl_like.config.fsdp import FSDPConfig
 from verl_like.engine import sharded_model
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.engine.microbatch import Objective
-from verl_like.engine.train_engine import LOG_PROBS, ROUTES
+from verl_like.engine.train_engine import LOG_PROBS
 from verl_like.models.lora_experts import stacks_of
+from verl_like.models.routes import ROUTES
 from verl_like.parallel import mesh
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.parallel.sharding import local_tensor
