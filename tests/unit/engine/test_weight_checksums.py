@@ -60,7 +60,7 @@ def test_a_gather_that_gives_old_weights_is_seen(
     name = "model.layers.1.self_attn.v_proj.weight"
     for keys in ({}, LORA):
         engine = with_adapters(tiny.build_engine(process, tiny.model_folder(tmp_path), model=keys))
-        full = engine.sharding.full_weights
+        full, parts = engine.sharding.full_weights, engine.sharding.weights_in_parts
         old = {n: t.clone() for n, t in full(torch.float32)}
         with torch.no_grad():
             for parameter in engine.model.parameters():
@@ -70,7 +70,12 @@ def test_a_gather_that_gives_old_weights_is_seen(
             for key, tensor in full(*settings):
                 yield key, old[key].to(tensor.dtype) if key.endswith(name) else tensor
 
+        def stale_parts(*settings: Any, parts: Any = parts, old: Any = old) -> Iterator[tuple[str, int, Any]]:
+            for key, first, tensor in parts(*settings):
+                yield key, first, old[key].to(tensor.dtype) if key.endswith(name) else tensor
+
         monkeypatch.setattr(engine.sharding, "full_weights", stale)
+        monkeypatch.setattr(engine.sharding, "weights_in_parts", stale_parts)
         if keys:
             with pytest.raises(RuntimeError, match=rf"1 tensors to be merged differ .*{name}"):
                 engine.weight_checksums(torch.float32)

@@ -101,7 +101,7 @@ def test_a_step_launched_ahead_is_taken_in_before_sleep_and_load(engine: VLLMRol
 
 def test_sleep_keeps_requests_that_are_under_way(engine: VLLMRolloutEngine, llm: Recorder) -> None:
     request = GenerationRequest(request_id="r", prompt_ids=[1], sampling=SamplingParams(max_tokens=2))
-    engine._running["r"] = _Running(request, [(0, 1)])
+    engine._running["r"] = _Running(request, [(0, 1)], "r")
     engine.sleep()
     assert llm.events == ["sleep"]
     engine.shutdown()

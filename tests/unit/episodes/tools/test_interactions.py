@@ -129,7 +129,7 @@ def test_a_name_of_nobody_is_found_before_the_run(users: Toolbox) -> None:
         def __getitem__(self, index: int) -> Any:
             return [1], self.only
 
-        def interactions(self) -> Any:
+        def extras(self, name: str) -> Any:
             return iter(())
 
     check_interactions((Rows(name="guess"), None), users)
