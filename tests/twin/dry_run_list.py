@@ -14,6 +14,7 @@ LEFT_OUT = {
     "test_memory_forecast_gpu.py": "models of 0.5 billion parameters, whose memory is measured",
     "test_main_job_gpu.py": "vLLM on a card, a model of 0.5 billion parameters",
     "test_async_gpu.py": "vLLM on a card",
+    "test_router_replay_gpu.py": "vLLM on a card",
     "test_pools_gpu.py": "vLLM on a card, with a second one",
     "test_engines_gpu.py": "vLLM's and SGLang's own kernels and servers on a card",
     "test_rollout_gpu.py::test_all_names_of_vllm_are_there": "vLLM on a card",
