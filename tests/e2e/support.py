@@ -145,3 +145,28 @@ def _shm_names(process: Path) -> set[str]:
 
 def dump(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value))
+
+
+def with_answers(folder: Path, model: Path, name: str, rows: list[Any], **more: Any) -> list[str]:
+    """Write `rows` to files; a command line in verl's names that trains on 8 a step, in micro-batches of few tokens."""
+    for split, some in (("train", rows), ("val", rows[:6])):
+        (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, some)))
+    values: dict[str, Any] = {
+        "data.train_files": folder / "train.jsonl",
+        "data.train_batch_size": 8,
+        "data.max_length": 200,
+        "data.max_token_len_per_gpu": 120,
+        "data.shuffle": False,
+        "model.path": model,
+        "model.enable_gradient_checkpointing": False,
+        "optim.lr": 1e-2,
+        "optim.eps": 1e-4,
+        "optim.lr_warmup_steps_ratio": 0,
+        "optim.lr_scheduler_type": "constant",
+        "trainer.device": "cpu",
+        "trainer.launcher": "local",
+        "trainer.default_local_dir": folder / name,
+        "trainer.total_training_steps": 3,
+        "trainer.report_freq": -1,
+    }
+    return [f"{key}={value}" for key, value in (values | more).items()]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import MEASURED, metrics_of, overrides, write_task
+from support import MEASURED, metrics_of, overrides, with_answers, write_task
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -36,29 +36,9 @@ ROWS = [
 
 
 def run(folder: Path, model: Path, name: str, **more: Any) -> list[dict[str, float]]:
-    """A run with 8 pairs a step, in micro-batches of few tokens; its metrics."""
-    for split, rows in (("train", ROWS), ("val", ROWS[:6])):
-        (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    values: dict[str, Any] = {
-        "data.train_files": folder / "train.jsonl",
-        "data.train_batch_size": 8,
-        "data.max_length": 200,
-        "data.max_token_len_per_gpu": 60,
-        "data.shuffle": False,
-        "model.path": model,
-        "model.enable_gradient_checkpointing": False,
-        "optim.lr": 1e-2,
-        "optim.eps": 1e-4,
-        "optim.lr_warmup_steps_ratio": 0,
-        "optim.lr_scheduler_type": "constant",
-        "trainer.device": "cpu",
-        "trainer.launcher": "local",
-        "trainer.default_local_dir": folder / name,
-        "trainer.total_training_steps": 3,
-        "trainer.total_epochs": 9,
-        "trainer.report_freq": -1,
-    }
-    train(compose([OBJECTIVE, *(f"{key}={value}" for key, value in (values | more).items())]))
+    """A run of pairs; its metrics."""
+    few = {"data.max_token_len_per_gpu": 60, "trainer.total_epochs": 9}
+    train(compose([OBJECTIVE, *with_answers(folder, model, name, ROWS, **(few | more))]))
     return metrics_of(folder / name)
 
 

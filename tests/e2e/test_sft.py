@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import MEASURED, metrics_of, overrides, write_task
+from support import MEASURED, metrics_of, overrides, with_answers, write_task
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.worlds.processes import run_module
@@ -35,28 +35,8 @@ TRAINED = [row for row in ROWS if any(message.get("train") for message in row)] 
 
 
 def settings(folder: Path, model: Path, name: str, **more: Any) -> list[str]:
-    """A command line in verl's names: 8 conversations a step, micro-batches of few tokens."""
-    for split, rows in (("train", ROWS), ("val", ROWS[:6])):
-        (folder / f"{split}.jsonl").write_text("\n".join(json.dumps({"messages": row}) for row in rows))
-    values: dict[str, Any] = {
-        "data.train_files": folder / "train.jsonl",
-        "data.train_batch_size": 8,
-        "data.max_length": 200,
-        "data.max_token_len_per_gpu": 120,
-        "data.shuffle": False,
-        "model.path": model,
-        "model.enable_gradient_checkpointing": False,
-        "optim.lr": 1e-2,
-        "optim.eps": 1e-4,
-        "optim.lr_warmup_steps_ratio": 0,
-        "optim.lr_scheduler_type": "constant",
-        "trainer.device": "cpu",
-        "trainer.launcher": "local",
-        "trainer.default_local_dir": folder / name,
-        "trainer.total_training_steps": 3,
-        "trainer.report_freq": -1,
-    }
-    return [f"{key}={value}" for key, value in (values | more).items()]
+    """A command line of conversations."""
+    return with_answers(folder, model, name, [{"messages": row} for row in ROWS], **more)
 
 
 def run(folder: Path, model: Path, name: str, **more: Any) -> list[dict[str, float]]:
