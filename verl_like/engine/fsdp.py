@@ -206,12 +206,13 @@ class FSDPEngine(ShardedModel):
                 found.append(Reference(hidden_NH=hidden_NH, head=head, mine_N=mine_N))
             more["references"] = tuple(found)
         group = self._row_group
-        with nullcontext([]) if self._routers is None else self._routers.noting() as noted:
+        routers = self._routers if ROUTES in want else None
+        with nullcontext([]) if routers is None else routers.noting() as noted:
             values = self._pass(inputs, want - {ROUTES}, temperature, **more)
         answers = {name: inputs.unpack(values_N) for name, values_N in values.items()}
         answers = answers if group is None else {name: group.join(answers[name]) for name in sorted(answers)}
-        if ROUTES in want and self._routers is not None and rows is not None:
-            answers[ROUTES] = inputs.routes_of_rows(noted, self._routers.dtype, group)
+        if routers is not None and rows is not None:
+            answers[ROUTES] = inputs.routes_of_rows(noted, routers.dtype, group)
         return answers
 
     def _pass(

@@ -13,16 +13,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import PretrainedConfig, PreTrainedModel
 
 from verl_like.models.families import num_experts
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 ROUTES = "routes"  # output of a pass: of all tokens of its rows, prompts included
 NO_ROUTERS = "it is for mixtures of experts whose routers tell their scores; leave it out"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from typing import Any
 
@@ -119,3 +120,9 @@ def test_routes_of_two_passes(earlier: Any, later: Any, joined: list[int]) -> No
 def test_routes_of_nothing() -> None:
     assert continued(None, None) is None
     assert filled(None, 2, numbered(7)).flatten().tolist() == [X, X]
+
+
+def test_what_holds_routes_imports_no_transformers() -> None:
+    """Processes that only pass responses on import these modules; transformers costs them seconds."""
+    code = "import sys, verl_like.rollout.rollout_engine, verl_like.batch; print('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
