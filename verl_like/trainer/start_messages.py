@@ -15,6 +15,7 @@ from pathlib import Path
 from verl_like.checkpoint.layout import find_latest
 from verl_like.checkpoint.lock import process_start
 from verl_like.config import PPOConfig
+from verl_like.config.roles import trains_rewards
 from verl_like.observe.live_display import duration
 from verl_like.services.keeper import below
 
@@ -80,7 +81,8 @@ def closing_text(
     rows += [("samples" if Path(each).suffix == "" else "report", str(each)) for each in kept if each and _there(each)]
     if latest is not None:
         rows.append(("resume", _resume(config, log_dir, step, total_steps)))
-        rows.append(("look", _command("chat", str(latest))))
+        if not trains_rewards(config):
+            rows.append(("look", _command("chat", str(latest))))
         rows.append(("export", _command("export", str(latest), f"{root}-model")))
     width = max(len(name) for name, _ in rows)
     return "\n".join(["the run ends", *(f"  {name:<{width}}  {text}" for name, text in rows)])

@@ -136,3 +136,14 @@ def test_a_cpu_keeps_the_engine_and_the_gathered_weights(config: PPOConfig) -> N
 def test_the_page_is_that_of_the_code() -> None:
     here = sizing_docs.PAGE.read_text(encoding="utf-8")
     assert here == sizing_docs.page(), "run python -m verl_like.kit.forecast.sizing_page"
+
+
+def test_a_reward_model_has_no_head_over_the_vocabulary() -> None:
+    """What is trained by preference.loss=reward takes the work of a critic's pass, not that of a policy's."""
+    keys = ["trainer.objective=preference", "data.train_files=a.parquet", f"{MODEL_KEY}.path=m"]
+    keys.append(f"{MODEL_KEY}.use_fused_kernels=False")
+    work = {}
+    for loss in ("simpo", "reward"):
+        found = at(compose([*keys, f"preference.loss={loss}"]), ONE, size="1.5B").phases["update_actor"]
+        work[loss] = found["work"]
+    assert work["reward"] < 0.8 * work["simpo"], work

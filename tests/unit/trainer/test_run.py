@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import signal
 from collections.abc import Iterator
@@ -17,8 +18,9 @@ from verl_like.cli.main import main
 from verl_like.cluster.lifecycle import StopFlag
 from verl_like.config import PPOConfig
 from verl_like.config.errors import RunStopped
+from verl_like.config.preference import PreferenceConfig
 from verl_like.kit.verbs import diff
-from verl_like.trainer import command_line, main_ppo
+from verl_like.trainer import command_line, main_ppo, start_messages
 from verl_like.trainer import run as run_module
 from verl_like.trainer.reporting import writing
 from verl_like.trainer.run import run
@@ -166,6 +168,15 @@ def test_the_end_tells_how_many_steps_these_seconds_made(
 ) -> None:
     text = closing_text(config_of(tmp_path), tmp_path, step=step, first_step=first, total_steps=total, seconds=12.0)
     assert text.splitlines()[1].split(maxsplit=1)[1] == told
+
+
+def test_nobody_is_told_to_chat_with_a_reward_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start_messages, "find_latest", lambda root: root / "global_step_3")
+    for loss, chats in (("dpo", True), ("reward", False)):
+        config = dataclasses.replace(config_of(tmp_path), preference=PreferenceConfig(loss=loss))
+        config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, objective="preference"))
+        text = closing_text(config, tmp_path, step=3, first_step=0, total_steps=3, seconds=1.0)
+        assert ("  look " in text) == chats and "  export" in text
 
 
 def metrics_in(folder: Path) -> Path:

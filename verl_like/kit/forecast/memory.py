@@ -100,6 +100,7 @@ class Model:
     master: int  # bytes of a trained weight
     trained: float  # numbers that have a gradient; 0: forward only
     state: float  # bytes of the optimizer's states of one of them
+    values: bool  # it tells one number a token, in place of a distribution over the vocabulary
     alone: bool  # one rank: gradients are reduced once, and on a CPU gathered weights stay
 
     def weights(self) -> float:
@@ -150,7 +151,7 @@ class Model:
         head = partial(memory.head_work_bytes, self.shape, self.path, tokens, backward=False)
         work = max(
             memory.layer_work_bytes(self.shape, self.path, tokens, backward=False),
-            head(entropy=self.name == ACTOR) - self.last_layer() if self.name != CRITIC else 0.0,
+            head(entropy=self.name == ACTOR) - self.last_layer() if not self.values else 0.0,
             self.sent_root(),
         )
         return self._own(optimizer=False) | {
@@ -162,14 +163,14 @@ class Model:
         """Forward and backward pass and the optimizer's step: the largest moment of the backward pass."""
         shape, path = self.shape, self.path
         layer, root = self.trained_share() * self.layer(), self.trained_share() * shape.root_weights
-        head = 0.0 if self.name == CRITIC else memory.head_work_bytes(shape, path, tokens, backward=True)
+        head = 0.0 if self.values else memory.head_work_bytes(shape, path, tokens, backward=True)
         gradients, gathered = self.gradients(micro_batches), self.gathered(backward=True)
         # Bytes of a weight's gradient that are not among the kept: it is added to them at once in their own precision.
         new = 0 if self.whole(micro_batches) and path.c == 4 else path.c
         came = 4 / self.shards if path.on_cpu else 0.0  # elsewhere the sum is the gradient, or is added to it at once
         first = root  # of the root's gradients those that are there before the layers': the head's
         if not path.on_cpu:
-            first = 0.0 if self.name == CRITIC else min(root, self.trained_share() * shape.vocab * shape.hidden)
+            first = 0.0 if self.values else min(root, self.trained_share() * shape.vocab * shape.hidden)
         at_layers = (
             memory.recomputed_bytes(shape, path, tokens, row)
             + memory.layer_work_bytes(shape, path, tokens, backward=True)
@@ -332,6 +333,7 @@ def _model(role: RoleConfig, shape: memory.Shape, machine: Machine, processes: i
         master=master,
         trained=trained,
         state=2.0 * master if state is None else state,
+        values=role.kind == "value",
         alone=processes == 1 and not fsdp.offload_policy,
     )
 
