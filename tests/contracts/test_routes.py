@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -93,6 +94,19 @@ def experience(rows: Rollouts) -> Experience:
     return Experience(advantages_T=torch.randn(len(rows.response_ids_T)), **columns)
 
 
+def check_routes(rows: Rollouts, model: Any) -> None:
+    """Assert that the routes are those of transformers' model, each row alone; none of a row's last token."""
+    assert rows.routes_T is not None
+    each = rows.routes_T.split(rows.num_tokens_B().tolist())
+    for number, (row, routes) in enumerate(zip(rows.split([1] * len(rows)), each, strict=True)):
+        ids = torch.cat([row.prompt_ids_T, row.response_ids_T]).long()[None]
+        with torch.no_grad():
+            logits = model(input_ids=ids, output_router_logits=True).router_logits
+        expected = torch.stack([layer.topk(3).indices for layer in logits], 1)
+        found, wanted = routes[:-1].sort(-1).values, expected[:-1].sort(-1).values.byte()
+        assert bool((routes[-1] == X).all()) and torch.equal(found, wanted), number
+
+
 @pytest.mark.parametrize("name", ENGINES)
 def test_every_token_of_every_response_has_the_routes_it_went(
     process: ProcessInfo, path: str, name: str, tmp_path: Path
@@ -107,13 +121,7 @@ def test_every_token_of_every_response_has_the_routes_it_went(
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert rows.routes_T is not None and rows.routes_T.shape[1:] == (2, 3)
     assert rows.routes_T.nbytes <= 2 * 3 * int(rows.num_tokens_B().sum())
-    for row, routes in zip(rows.split([1] * len(rows)), rows.routes_T.split(rows.num_tokens_B().tolist()), strict=True):
-        ids = torch.cat([row.prompt_ids_T, row.response_ids_T]).long()[None]
-        logits = model(input_ids=ids, output_router_logits=True).router_logits
-        expected = torch.stack([layer.topk(3).indices for layer in logits], 1)
-        assert bool((routes[-1] == X).all()) and torch.equal(
-            routes[:-1].sort(-1).values, expected[:-1].sort(-1).values.byte()
-        )
+    check_routes(rows, model)
     pending = [rollout.submit_all([each])[0] for each in requests(2, 60)]
     with rollout.opened():
         while any(len(sampled) < 5 for sampled in rollout.snapshot().values()):
@@ -134,6 +142,25 @@ def test_every_token_of_every_response_has_the_routes_it_went(
         routes = answer.sampled.routes
         assert routes is not None and len(routes) == 40 + 59 and int(routes.max()) < 8
     assert np.array_equal(resumed.sampled.routes[: len(first.sampled.routes)], first.sampled.routes)  # type: ignore[index]
+    rollout.shutdown()
+
+
+@pytest.mark.engines
+def test_a_prompt_that_begins_in_blocks_of_the_same_step(process: ProcessInfo, path: str, tmp_path: Path) -> None:
+    """vLLM shares blocks when it plans a step, so that a request may need routes of one behind it in the batch."""
+    narrow = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "enable_chunked_prefill": True}
+    engine, rollout = ends("vllm", path, process, "float32", **narrow)
+    within(engine, rollout, RolloutConfig(), process)(1)
+    engine.export_hf(str(tmp_path))
+    draw = random.Random(0)
+    asked = list[GenerationRequest]()
+    for group in range(24):
+        prompt = [draw.randrange(tiny.VOCAB) for _ in range(draw.choice([65, 81, 97, 100]))]
+        for each in range(4):
+            sampling = SamplingParams(max_tokens=draw.choice([2, 3, 5, 9, 14]))
+            number = 4 * group + each
+            asked.append(GenerationRequest(request_id=f"r{number}", prompt_ids=prompt, sampling=sampling, seed=number))
+    check_routes(rows_of(rollout, asked), AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
     rollout.shutdown()
 
 

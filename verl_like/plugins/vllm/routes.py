@@ -66,17 +66,21 @@ class Captured:
         return result
 
     def _sort(self, counts: dict[str, int]) -> None:
-        """Give the step's routes to its requests, which stand in the order of the runner's batch."""
+        """Give the step's routes to its requests, which stand in the order of the runner's batch.
+
+        All slots are filled first: a request may begin in blocks that one behind it in the batch fills in this step.
+        """
         rows_TLk = torch.stack([self._step[layer] for layer in sorted(self._step)], 1).numpy()
-        batch, begin = self._runner.input_batch, 0
+        batch, begin, taken = self._runner.input_batch, 0, list[tuple[str, NDArray[Any], NDArray[np.int64], int]]()
         for index, name in enumerate(batch.req_ids):
             rows = rows_TLk[begin : begin + counts.get(name, 0)]
             begin, first = begin + len(rows), int(batch.num_computed_tokens_cpu[index])
             slots = self._slots(batch.block_table[0], index, first + len(rows))
-            store = self._store(int(slots.max(initial=0)) + 1, rows)
-            store[slots[first:]] = rows
+            self._store(int(slots.max(initial=0)) + 1, rows)[slots[first:]] = rows
+            taken.append((name, rows, slots, first))
+        for name, rows, slots, first in taken:
             if (parts := self._known.get(name)) is not None:
-                known = sum(map(len, parts))
+                known, store = sum(map(len, parts)), self._store(0, rows)
                 cached = np.where(slots[known:first, None, None] > 0, store[slots[known:first]], self._fill)
                 parts += [cached.astype(rows.dtype), rows[max(0, known - first) :]]
 
