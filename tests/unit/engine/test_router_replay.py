@@ -145,6 +145,14 @@ def test_a_step_tells_how_many_choices_changed(process: ProcessInfo, path: str) 
         assert "router/differing_share" not in engine.train_minibatch(rows.with_routes(None), **options)
 
 
+def test_layers_that_are_computed_again_count_once(process: ProcessInfo, path: str) -> None:
+    engine = build_engine(process, path, model={"enable_gradient_checkpointing": True, "share_prompts": False}, **R2)
+    rows = noted(engine, BATCH)
+    options: Any = {"loss_fn": PolicyLoss(), "denominators": denominators(rows), "rule": CUT}
+    share = engine.train_minibatch(rows, **options)["router/differing_share"]
+    assert share.weight == 2 * int((rows.num_tokens_B() - 1).sum())
+
+
 def test_what_has_no_routers_is_refused_by_name(process: ProcessInfo, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^actor.router_replay.mode=R2: model type 'qwen2' has no routers"):
         build_engine(process, tiny.model_folder(tmp_path), **R2)
