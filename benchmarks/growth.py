@@ -128,6 +128,7 @@ def memory_of(arguments: argparse.Namespace) -> Report:
                 trained=shape.all_weights,
                 state=8.0,
                 alone=arguments.gpus == 1,
+                values=False,
             ).update(arguments.budget, arguments.budget, 2)
             for recompute in ("none", "full")
         )
