@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.twin.cases import PARKED, SMALL, case
+from tests.twin.inner import TIMEOUT_S
 from tests.twin.test_step import Run, over_budget
 
 WEIGHTS = 151_936 * 896 + 2 * 14_912_384 + 896  # of two layers of Qwen2.5-0.5B
@@ -36,6 +37,7 @@ def planted(name: str, *keys: str, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.twin
+@pytest.mark.timeout(TIMEOUT_S)
 def test_one_rank_of_many_sees_faults(on_twin: Run) -> None:
     """Devices, waits, memory."""
     faults = ("tensor_on_the_cpu", "item_per_micro_batch", "bucket_twice_as_large", "float64_optimizer_states")
@@ -51,6 +53,7 @@ def test_one_rank_of_many_sees_faults(on_twin: Run) -> None:
 
 
 @pytest.mark.twin
+@pytest.mark.timeout(TIMEOUT_S)
 def test_what_is_parked_leaves_the_device(on_twin: Run) -> None:
     """An offload that keeps a reference frees nothing."""
     found = on_twin([planted("", *PARKED), planted("offload_keeps_a_reference", *PARKED)])
@@ -59,6 +62,7 @@ def test_what_is_parked_leaves_the_device(on_twin: Run) -> None:
 
 
 @pytest.mark.twin
+@pytest.mark.timeout(TIMEOUT_S)
 def test_ranks_that_would_wait_for_ever(on_twin: Run, tiny: str) -> None:
     """A sum that one rank leaves out; a rank without rows that takes no part."""
     ulysses = ["actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"]

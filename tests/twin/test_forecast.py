@@ -8,6 +8,7 @@ import pytest
 from transformers import AutoConfig
 
 from tests.twin.cases import FORECAST, SMALL, case
+from tests.twin.inner import TIMEOUT_S
 from tests.twin.test_step import Run
 from verl_like.models.cost import ModelCost
 
@@ -17,6 +18,7 @@ FAR = 0.07
 
 
 @pytest.mark.twin
+@pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.parametrize("number", range(0, len(FORECAST), 5))
 def test_the_forecast_is_near(on_twin: Run, number: int) -> None:
     """Phase by phase, within 7% (most within 1%)."""
@@ -31,6 +33,7 @@ def test_the_forecast_is_near(on_twin: Run, number: int) -> None:
 
 
 @pytest.mark.twin
+@pytest.mark.timeout(TIMEOUT_S)
 def test_operations_are_those_of_the_cost_model(on_twin: Run, tmp_path: Path) -> None:
     """Within 1% for rows of equal length: a pass, and an update that recomputes nothing but the head's product."""
     keys = ("actor_rollout_ref.model.enable_gradient_checkpointing=false", "actor_rollout_ref.actor.use_kl_loss=false")

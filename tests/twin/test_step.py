@@ -14,6 +14,7 @@ import pytest
 
 from tests.twin.cases import CASES, TWO_MICRO_BATCHES, case
 from tests.twin.conftest import Outcomes
+from tests.twin.inner import TIMEOUT_S
 
 Run = Callable[[list[dict[str, Any]]], Outcomes]
 PASSES = {"old_log_prob": 2, "ref": 1, "values": 1, "reward": 1}  # phase: columns that are copied to the host
@@ -73,6 +74,7 @@ def test_ranks_issue_the_same_collectives(on_twin: Run, tiny: str) -> None:
 
 
 @pytest.mark.twin
+@pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.parametrize("number", range(0, len(CASES), 6))
 def test_every_configuration_runs(on_twin: Run, number: int) -> None:
     """Whole steps: built and sharded, passes, update, sleep, weights into buckets."""
