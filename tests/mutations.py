@@ -464,6 +464,34 @@ WEIGHTS = [
 ]
 MESH = [
     Mutation(
+        "gradients of keys stay with the rank that saw them",
+        "parallel/context.py",
+        "        reduce_scatter(mine, whole, group=keys.ranks.group)",
+        "        mine.copy_(whole.view(-1, *mine.shape)[keys.ranks.rank])",
+        "engine/test_context_parallel.py",
+    ),
+    Mutation(
+        "keys are read as if ranks had gathered them in another order",
+        "parallel/context.py",
+        "torch.argsort(chunk_places(total, ranks.size).flatten())[seen_U])",
+        "torch.argsort(chunk_places(total, ranks.size).flip(0).flatten())[seen_U])",
+        "engine/test_context_parallel.py",
+    ),
+    Mutation(
+        "a chunk's queries see no key before the chunk",
+        "models/packing.py",
+        "torch.arange(end_slot - length, end_slot - (end - stop))",
+        "torch.arange(end_slot - (end - start), end_slot - (end - stop))",
+        "engine/test_context_parallel.py",
+    ),
+    Mutation(
+        "queries of a group with fewer keys are laid out from its first column on",
+        "models/attention_groups.py",
+        "+ (end_R - width_R.cumsum(0)).repeat_interleave(width_R)",
+        "+ (width_R - width_R.cumsum(0)).repeat_interleave(width_R)",
+        "engine/test_context_parallel.py",
+    ),
+    Mutation(
         "the norm of spread experts is not summed over their owners",
         "parallel/fsdp.py",
         "                dist.all_reduce(squares[index], group=axis.group.group)",

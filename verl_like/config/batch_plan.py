@@ -284,6 +284,7 @@ def _unequal_groups(actor: RoleConfig, reference: RoleConfig, *, in_driver: bool
     pairs = [("fsdp_config.tensor_parallel_size", actor.tensor, reference.tensor)]
     if in_driver:
         pairs.append(("ulysses_sequence_parallel_size", actor.ulysses, reference.ulysses))
+        pairs.append(("fsdp_config.context_parallel_size", actor.context, reference.context))
     return [
         f"the exact KL (kl_penalty or kl_loss_type=full) needs one {key} for actor and ref, but they are {first} and "
         f"{second}"

@@ -65,6 +65,9 @@ class FSDPConfig(ConfigNode):
     tensor_parallel_size: int = key(1, at_least(1), unit="processes")
     """Neighbouring processes that split the matrices of every layer among them; 1: none. They get the same sequences,
     and count among the processes of fsdp_size."""
+    context_parallel_size: int = key(1, at_least(1), unit="processes")
+    """Neighbouring processes that share one sequence by chunks of its tokens, and gather the keys that these see; 1:
+    none. Any number of heads goes; beside Ulysses each of its groups is one of these."""
     expert_parallel_size: int = key(1, at_least(1), unit="processes")
     """Neighbouring processes, out of those of fsdp_size, that hold some of every layer's experts each; tokens travel to
     them. 1: FSDP gathers all experts of a layer everywhere."""

@@ -3,8 +3,9 @@
     axis        neighbouring processes that
     replicate   hold a copy of the model each: gradients are added up between copies
     shard       share one copy, by FSDP
-    context     share a row: each has a slice of its tokens (Ulysses). Slices of rows, not of weights: to FSDP they are
-                processes of `shard`, or of several copies
+    context     share a row: each has chunks of its tokens, with all heads
+    ulysses     share those chunks: each has a slice of their tokens, and in attention of the heads. Both cut rows, not
+                weights: to FSDP they are processes of `shard`, or of several copies
     tensor      split every matrix, and each row's tokens
     expert      hold a part of the experts each; borrowed from `shard`, of which the experts' own is what is left
 
@@ -18,7 +19,9 @@ from dataclasses import dataclass
 
 NAMES = {
     "copy": "fsdp_size",
-    "context": "ulysses_sequence_parallel_size",
+    "context": "context_parallel_size",
+    "ulysses": "ulysses_sequence_parallel_size",
+    "slices": "context_parallel_size x ulysses_sequence_parallel_size",
     "tensor": "tensor_parallel_size",
     "expert": "expert_parallel_size",
 }
@@ -36,6 +39,7 @@ class MeshSizes:
     fsdp_size: int = -1
     copies: int = 0
     context: int = 1
+    ulysses: int = 1
     tensor: int = 1
     expert: int = 1
 
@@ -52,9 +56,14 @@ class MeshSizes:
         return max(1, self.world // self.copy)
 
     @property
+    def slices(self) -> int:
+        """Neighbouring processes that have a part of their rows' tokens each."""
+        return self.context * self.ulysses
+
+    @property
     def ranks_per_row(self) -> int:
         """Neighbouring processes that get the same rows."""
-        return self.context * self.tensor
+        return self.slices * self.tensor
 
     @property
     def data_parallel(self) -> int:
@@ -68,9 +77,11 @@ class MeshSizes:
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (axis, what its size does not divide); nothing where all fits."""
-        for axis in ("context", "tensor"):
+        for axis in ("context", "ulysses", "tensor"):
             if self.world % getattr(self, axis):
                 yield axis, "world"
+        if self.world % self.slices and not self.world % self.context and not self.world % self.ulysses:
+            yield "slices", "world"
         if self.world % self.copy:
             yield "copy", "world"
         for axis in ("tensor", "expert"):
@@ -78,11 +89,11 @@ class MeshSizes:
                 yield axis, "copy"
 
 
-def tokens_together(tokens: int, context: int) -> int:
-    """Tokens of the rows that `context` processes share, where each may have `tokens`."""
-    return tokens * context
+def tokens_together(tokens: int, slices: int) -> int:
+    """Tokens of the rows that `slices` processes share, where each may have `tokens`."""
+    return tokens * slices
 
 
-def tokens_apart(tokens: int, context: int) -> int:
-    """Tokens that each of `context` processes has of so many, at most."""
-    return -(-tokens // context)
+def tokens_apart(tokens: int, slices: int) -> int:
+    """Tokens that each of `slices` processes has of so many, at most."""
+    return -(-tokens // slices)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl_like.config.mesh import tokens_together
+from verl_like.config.fsdp import FSDPConfig
+from verl_like.config.mesh import MeshSizes, tokens_together
 from verl_like.config.ppo import PPOConfig
 
 
@@ -38,7 +39,7 @@ class Cut:
     dynamic: bool | None
     budget_key: str
     budget: int  # [tokens of one process]
-    ulysses: int
+    slices: int  # [processes] that share a row's tokens
     per_gpu_key: str
     per_gpu: int | None
     total_key: str
@@ -61,7 +62,7 @@ class Cut:
     def rule(self, problems: list[str], data_parallel: int) -> MicroBatchRule:
         """Rule that the engine is told; sizes that do not fit are appended to `problems`."""
         if self.by_tokens:
-            return MicroBatchRule(max_tokens=tokens_together(self.budget, self.ulysses))
+            return MicroBatchRule(max_tokens=tokens_together(self.budget, self.slices))
         sized = self._sized
         if sized is None:
             if self.fallback is None or self.fallback.by_tokens:  # else the fallback says it
@@ -109,20 +110,20 @@ def cuts(config: PPOConfig) -> dict[str, dict[str, Cut]]:
         "actor_rollout_ref.actor.ppo_",
         (actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu),
         (actor.ppo_micro_batch_size_per_gpu, actor.ppo_micro_batch_size),
-        actor.ulysses_sequence_parallel_size,
+        _slices(actor.ulysses_sequence_parallel_size, actor.fsdp_config),
     )
     log_prob = _cut(
         "actor_rollout_ref.rollout.log_prob_",
         (rollout.log_prob_use_dynamic_bsz, rollout.log_prob_max_token_len_per_gpu),
         (rollout.log_prob_micro_batch_size_per_gpu, rollout.log_prob_micro_batch_size),
-        actor.ulysses_sequence_parallel_size,
+        _slices(actor.ulysses_sequence_parallel_size, actor.fsdp_config),
         update,
     )
     reference = _cut(
         "actor_rollout_ref.ref.log_prob_",
         (ref.log_prob_use_dynamic_bsz, ref.log_prob_max_token_len_per_gpu),
         (ref.log_prob_micro_batch_size_per_gpu, ref.log_prob_micro_batch_size),
-        ref.ulysses_sequence_parallel_size,
+        _slices(ref.ulysses_sequence_parallel_size, ref.fsdp_config),
         update,
     )
     policy = {"actor": {"update": update, "forward": log_prob}, "ref": {"forward": reference}}
@@ -136,30 +137,34 @@ def _value_cuts(config: PPOConfig, update: Cut) -> dict[str, dict[str, Cut]]:
         "critic.ppo_",
         (critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu),
         (critic.ppo_micro_batch_size_per_gpu, critic.ppo_micro_batch_size),
-        critic.ulysses_sequence_parallel_size,
+        _slices(critic.ulysses_sequence_parallel_size, critic.model.fsdp_config),
     )
     forward = _cut(
         "critic.forward_",
         (critic.use_dynamic_bsz, critic.forward_max_token_len_per_gpu),
         (critic.forward_micro_batch_size_per_gpu, critic.forward_micro_batch_size),
-        critic.ulysses_sequence_parallel_size,
+        _slices(critic.ulysses_sequence_parallel_size, critic.model.fsdp_config),
         values,
     )
     scores = _cut(
         "reward_model.",
         (reward.use_dynamic_bsz, reward.forward_max_token_len_per_gpu),
         (reward.micro_batch_size_per_gpu, reward.micro_batch_size),
-        reward.ulysses_sequence_parallel_size,
+        _slices(reward.ulysses_sequence_parallel_size, reward.model.fsdp_config),
         forward if forward.dynamic or forward._sized is not None else update,
     )
     return {"critic": {"update": values, "forward": forward}, "reward": {"forward": scores}}
+
+
+def _slices(ulysses: int, fsdp: FSDPConfig) -> int:
+    return MeshSizes(world=1, context=fsdp.context_parallel_size, ulysses=ulysses).slices
 
 
 def _cut(
     prefix: str,
     by_tokens: tuple[bool | None, int],
     by_count: tuple[int | None, int | None],
-    ulysses: int,
+    slices: int,
     fallback: Cut | None = None,
 ) -> Cut:
     """by_tokens: switch and budget. by_count: sizes per process and over all. Their keys begin with `prefix`."""
@@ -169,7 +174,7 @@ def _cut(
         dynamic=by_tokens[0],
         budget_key=f"{prefix}max_token_len_per_gpu" if name else f"{section}.forward_max_token_len_per_gpu",
         budget=by_tokens[1],
-        ulysses=ulysses,
+        slices=slices,
         per_gpu_key=f"{prefix}micro_batch_size_per_gpu",
         per_gpu=by_count[0],
         total_key=f"{prefix}micro_batch_size",

@@ -37,7 +37,7 @@ class RoleConfig:
     kind: Kind = "policy"  # log-probs and entropy, or one number per token
     model: ModelConfig
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
-    ulysses: int = 1  # [processes] that share one sequence
+    ulysses: int = 1  # [processes] that share one sequence by its heads
     compile_blocks: bool = False
     freeze_vision_tower: bool = False
     router: RouterConfig = field(default_factory=RouterConfig)
@@ -56,7 +56,7 @@ class RoleConfig:
     passes: Mapping[str, Cut] = field(default_factory=dict)  # "update", "forward"
     is_base_of_actor: bool = False  # LoRA: the reference is the actor without its adapters, and has no engine
     copies: int = 0  # of its weights in its pool; 0: as fsdp.fsdp_size says
-    keys: Mapping[str, str] = field(default_factory=dict)  # "path", "sharding", "ulysses", "tensor": others
+    keys: Mapping[str, str] = field(default_factory=dict)  # "path", "sharding", "ulysses", "context", "tensor": others
 
     @property
     def routes_key(self) -> str:
@@ -81,6 +81,10 @@ class RoleConfig:
         return self.keys.get("ulysses") or f"{self.section}.{_ULYSSES}"
 
     @property
+    def context_key(self) -> str:
+        return self.keys.get("context") or f"{self.sharding_section}.context_parallel_size"
+
+    @property
     def tensor_key(self) -> str:
         return self.keys.get("tensor") or f"{self.sharding_section}.tensor_parallel_size"
 
@@ -89,13 +93,18 @@ class RoleConfig:
         return f"{self.sharding_section}.expert_parallel_size"
 
     @property
+    def context(self) -> int:
+        """[processes] that share one sequence by chunks of its tokens."""
+        return self.fsdp.context_parallel_size
+
+    @property
     def tensor(self) -> int:
         """[processes] that split every matrix among them."""
         return self.fsdp.tensor_parallel_size
 
     @property
     def ranks_per_row(self) -> int:
-        """Neighbouring processes that get the same rows: those of Ulysses, or of tensor parallelism."""
+        """Neighbouring processes that get the same rows: of Ulysses, context or tensor parallelism."""
         return self.mesh(1).ranks_per_row
 
     def mesh(self, processes: int) -> MeshSizes:
@@ -104,7 +113,8 @@ class RoleConfig:
             world=processes,
             fsdp_size=self.fsdp.fsdp_size,
             copies=self.copies,
-            context=self.ulysses,
+            context=self.context,
+            ulysses=self.ulysses,
             tensor=self.tensor,
             expert=self.fsdp.expert_parallel_size,
         )
@@ -112,7 +122,9 @@ class RoleConfig:
     def data_parallel(self, problems: list[str], processes: int, processes_text: str) -> int:
         """Number of groups of `ranks_per_row` among its pool's processes; what does not divide goes to `problems`."""
         sizes, copy_key, replicas = self.mesh(processes), f"{self.sharding_section}.fsdp_size", False
-        keys = {"context": self.ulysses_key, "tensor": self.tensor_key, "copy": copy_key, "expert": self.expert_key}
+        keys = {"context": self.context_key, "ulysses": self.ulysses_key, "copy": copy_key}
+        keys |= {"tensor": self.tensor_key, "expert": self.expert_key}
+        keys["slices"] = f"{self.context_key} x {self.ulysses_key}"
         for axis, total in sizes.problems():
             named = f"{keys[axis]}={getattr(sizes, axis)}"
             if self.copies and "copy" in (axis, total):
@@ -248,12 +260,13 @@ def _teacher(config: PPOConfig, name: str, teacher: TeacherModelConfig, place: s
     if own.max_num_batched_tokens is not None:
         key = f"{place}.inference.max_num_batched_tokens"
         passes = replace(passes, dynamic=True, budget_key=key, budget=own.max_num_batched_tokens)
-    path, tensor = teacher.model_path or "", own.tensor_model_parallel_size
+    path, tensor, actor = teacher.model_path or "", own.tensor_model_parallel_size, policy.actor
+    fsdp = FSDPConfig(dtype=own.dtype, tensor_parallel_size=tensor, param_offload=own.free_cache_engine)
     return RoleConfig(
         name=name,
         model=replace(policy.model, path=path, override_config={}, lora_rank=0, lora_adapter_path=None),
-        fsdp=FSDPConfig(dtype=own.dtype, tensor_parallel_size=tensor, param_offload=own.free_cache_engine),
-        ulysses=policy.actor.ulysses_sequence_parallel_size,
+        fsdp=replace(fsdp, context_parallel_size=actor.fsdp_config.context_parallel_size),
+        ulysses=actor.ulysses_sequence_parallel_size,
         copies=teacher.num_replicas,
         section=place,
         model_section=f"{place}.model",
@@ -262,6 +275,7 @@ def _teacher(config: PPOConfig, name: str, teacher: TeacherModelConfig, place: s
             "path": f"{place}.model_path",
             "sharding": f"{place}.inference",
             "ulysses": f"actor_rollout_ref.actor.{_ULYSSES}",
+            "context": "actor_rollout_ref.actor.fsdp_config.context_parallel_size",
             "tensor": f"{place}.inference.tensor_model_parallel_size",
         },
     )

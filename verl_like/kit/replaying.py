@@ -38,7 +38,7 @@ _ALONE = {
     **{
         f"{section}.fsdp_config.{axis}_parallel_size": 1
         for section in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic.model")
-        for axis in ("tensor", "expert")
+        for axis in ("tensor", "context", "expert")
     },
     "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
 }

@@ -60,17 +60,19 @@ def packed_attention(
 
     Raises ValueError for dropout, where the scores are soft-capped or have sinks.
     """
-    parallel = segments.parallel
-    if parallel is not None:  # queries of all tokens for some of the heads
-        repeats = repeated_key_heads(query.shape[1], key.shape[1], parallel.size)
+    sharing = segments.heads
+    if sharing is not None:  # queries of all tokens for some of the heads
+        repeats = repeated_key_heads(query.shape[1], key.shape[1], sharing.size)
         if repeats > 1:
             key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
-        query, key, value = (parallel.heads_in(t) for t in (query, key, value))
-        s_aux = None if s_aux is None else s_aux.view(parallel.size, -1)[parallel.rank]
+        query, key, value = (sharing.heads_in(t) for t in (query, key, value))
+        s_aux = None if s_aux is None else s_aux.view(sharing.size, -1)[sharing.rank]
+    if segments.seen is not None:
+        key, value = segments.seen.gather(key, value)
     window = None if sliding_window is None or sliding_window >= segments.max_length else sliding_window
     how = Scoring(scaling=scaling, dropout=dropout, window=window, softcap=softcap, sinks=s_aux)
     output = _attend(query, key, value, segments, how)[None]
-    return output if parallel is None else parallel.tokens_in(output), None
+    return output if sharing is None else sharing.tokens_in(output), None
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, how: Scoring) -> Tensor:

@@ -14,7 +14,11 @@ over whole blocks are up to 3 times as fast up to 512 tokens (docs/performance.m
 square that causality or a sliding window hides. The weights of a block are kept for the backward pass, so memory grows
 with the square of the row.
 
-Letters: G rows x key-value heads, L tokens, r query heads that share a key-value head, D head size.
+A row's queries may be its last tokens alone, where another row asks for those before (a shared prompt) or another rank
+does (context parallelism).
+
+Letters: G rows x key-value heads, L tokens, A of them that ask (the last), r query heads that share a key-value head,
+D head size.
 """
 
 from __future__ import annotations
@@ -42,25 +46,27 @@ def block_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    repeats: int,
     scale: float,
     window: int | None,
     softcap: float | None,
     sinks_Gr: Tensor | None = None,
 ) -> Tensor:
-    """Compute softmax(cap(scale q k^T)) v over the tokens that each token sees: [G, L * r, D].
+    """Compute softmax(cap(scale q k^T)) v over the tokens that each token sees: [G, A * r, D].
 
-    Products are in the inputs' dtype; soft-capping and its softmax, and sums over blocks, in float32.
+    Products are in the inputs' dtype; soft-capping and its softmax, and sums over blocks, in float32 at least.
 
     Args:
-        q: queries [G, L * r, D]; a token's r queries stand together.
+        q: queries [G, A * r, D]; a token's r queries stand together.
         k: keys [G, L, D].
         v: values [G, L, D].
+        repeats: r.
         scale: factor of the scores.
         window: a token sees that many tokens, itself included; None: all before it.
         softcap: c of c * tanh(scores / c); None caps nothing.
         sinks_Gr: one more score for each query, which leads to no value.
     """
-    return _BlockAttention.apply(q, k, v, scale, window, softcap, sinks_Gr)
+    return _BlockAttention.apply(q, k, v, repeats, scale, window, softcap, sinks_Gr)
 
 
 class _BlockAttention(torch.autograd.Function):
@@ -70,20 +76,24 @@ class _BlockAttention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        repeats: int,
         scale: float,
         window: int | None,
         softcap: float | None,
         sinks_Gr: Tensor | None,
     ) -> Tensor:
-        repeats = q.shape[1] // k.shape[1]
         outputs, kept = [], []
-        for start, end, first in _blocks(k.shape[1], window):
-            q_block, k_seen = q[:, start * repeats : end * repeats], k[:, first:end].transpose(1, 2)
+        blocks = list(_blocks(k.shape[1], window, asking=q.shape[1] // repeats))
+        before = blocks[0][0]
+        for start, end, first in blocks:
+            q_block = q[:, (start - before) * repeats : (end - before) * repeats]
+            k_seen = k[:, first:end].transpose(1, 2)
             hiding = partial(_kept_hiding if end <= _KEPT else _hiding, start, end, first, window, repeats)
             if softcap is None:
                 scores = torch.baddbmm(hiding(q.dtype, q.device), q_block, k_seen, alpha=scale)
             else:
-                tanh = torch.tanh(torch.bmm(q_block, k_seen).float() * (scale / softcap))
+                wide = torch.promote_types(q.dtype, torch.float32)
+                tanh = torch.tanh(torch.bmm(q_block, k_seen).to(wide) * (scale / softcap))
                 scores = (tanh * softcap).add_(hiding(tanh.dtype, q.device))
                 kept.append(tanh)
             if sinks_Gr is not None:  # a last column, which leads to no value
@@ -92,20 +102,19 @@ class _BlockAttention(torch.autograd.Function):
             kept.append(weights)
             outputs.append(torch.bmm(weights[..., : end - first], v[:, first:end]))
         ctx.save_for_backward(q, k, v, *kept)
-        ctx.settings = (scale, window, softcap is not None, None if sinks_Gr is None else sinks_Gr.dtype)
+        ctx.settings = (blocks, repeats, scale, softcap is not None, None if sinks_Gr is None else sinks_Gr.dtype)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, *kept = ctx.saved_tensors
-        scale, window, capped, sinks_dtype = ctx.settings
-        length, repeats = k.shape[1], q.shape[1] // k.shape[1]
-        blocks = list(_blocks(length, window))
+        blocks, repeats, scale, capped, sinks_dtype = ctx.settings
+        before = blocks[0][0]
         dtype = k.dtype if len(blocks) == 1 else torch.promote_types(k.dtype, torch.float32)
         grads_q, grad_k, grad_v, grads_sinks = [], _Sum(k, dtype), _Sum(v, dtype), []
         for start, end, first in reversed(blocks):
-            block = slice(start * repeats, end * repeats)
+            block = slice((start - before) * repeats, (end - before) * repeats)
             weights = kept.pop()
             grad_v.add(torch.bmm(weights[..., : end - first].transpose(1, 2), grad[:, block]), first, end)
             grad_weights = torch.bmm(grad[:, block], v[:, first:end].transpose(1, 2))
@@ -116,12 +125,12 @@ class _BlockAttention(torch.autograd.Function):
                 of_sinks, slope = slope[..., -1], slope[..., :-1]
                 grads_sinks.append(of_sinks.unflatten(1, (end - start, repeats)).sum(1, dtype=dtype))
             if capped:  # d (c tanh(x / c)) / d x = 1 - tanh^2
-                slope = slope.float().mul_(1.0 - kept.pop().square()).to(weights.dtype)
+                slope = (1.0 - kept.pop().square()).mul_(slope).to(weights.dtype)
             grads_q.append(torch.bmm(slope, k[:, first:end]).mul_(scale))
             grad_k.add(torch.bmm(slope.transpose(1, 2), q[:, block]).mul_(scale), first, end)
         grad_q = grads_q[0] if len(grads_q) == 1 else torch.cat(grads_q[::-1], 1)
         grad_sinks = torch.stack(grads_sinks).sum(0).to(sinks_dtype) if grads_sinks else None
-        return grad_q, grad_k.total(), grad_v.total(), None, None, None, grad_sinks
+        return grad_q, grad_k.total(), grad_v.total(), None, None, None, None, grad_sinks
 
 
 def causal_band(start: int, end: int, first: int, window: int | None, device: torch.device) -> Tensor:
@@ -135,10 +144,10 @@ def causal_band(start: int, end: int, first: int, window: int | None, device: to
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 
-def _blocks(length: int, window: int | None) -> Iterator[tuple[int, int, int]]:
+def _blocks(length: int, window: int | None, asking: int) -> Iterator[tuple[int, int, int]]:
     """Yield (first query, end of queries, first key) of each block; its keys end with its queries."""
-    count = max(1, round(length / _BLOCK))
-    for start, end in itertools.pairwise(length * i // count for i in range(count + 1)):
+    count, before = max(1, round(asking / _BLOCK)), length - asking
+    for start, end in itertools.pairwise(before + asking * i // count for i in range(count + 1)):
         yield start, end, 0 if window is None else max(0, start - window + 1)
 
 
@@ -178,8 +187,8 @@ _WASTE = 2048  # [tokens^2] padding of one sequence up to which it joins a group
 _PRODUCTS_LENGTH = 512  # [tokens] up to which matrix products are used on a CPU: faster, but memory is quadratic
 
 
-def groups_of(segments: Segments) -> Groups:
-    """Layout of these segments; computed once, then kept with them."""
+def groups_of(segments: Segments) -> tuple[Groups, Groups]:
+    """Layouts of the queries and of the keys of these segments; computed once, then kept with them."""
     if segments.groups is None:
         segments.groups = _build_groups(segments)
     return segments.groups
@@ -212,19 +221,19 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segme
     """Causal attention inside each segment; [1, heads, T, D] -> [T, heads, D]."""
     how.check()
     window, softcap, dropout = how.window, how.softcap, how.dropout
-    groups, heads = groups_of(segments), key.shape[1]
+    (queries, keys), heads = groups_of(segments), key.shape[1]
     repeats = query.shape[1] // heads
     scale = query.shape[-1] ** -0.5 if how.scaling is None else how.scaling
     outputs = []
-    laid_out = (groups.lay_out(query, heads, queries=True), groups.lay_out(key, heads), groups.lay_out(value, heads))
+    laid_out = (queries.lay_out(query, heads, queries=True), keys.lay_out(key, heads), keys.lay_out(value, heads))
     for q, k, v in zip(*laid_out, strict=True):
         banded = window if window is not None and window < k.shape[1] else None
         if softcap is not None or (not dropout and _by_products(k)) or (how.sinks is not None and k.is_cuda):
             sinks_Gr = None if how.sinks is None else how.sinks.view(heads, repeats).repeat(len(k) // heads, 1)
-            outputs.append(block_attention(q, k, v, scale, banded, softcap, sinks_Gr))
+            outputs.append(block_attention(q, k, v, repeats, scale, banded, softcap, sinks_Gr))
         else:
             outputs.append(_by_heads(q, k, v, heads, repeats, scale, banded, dropout, how.sinks))
-    return groups.join(outputs, heads, repeats)
+    return queries.join(outputs, heads, repeats)
 
 
 def _by_products(key: Tensor) -> bool:
@@ -243,11 +252,11 @@ def _by_heads(
     sinks: Tensor | None,
 ) -> Tensor:
     """Attention of the shapes of `block_attention`, through SDPA's [count, heads * r, width, D]."""
-    length = k.shape[1]
-    queries = q.view(-1, heads, length, repeats, q.shape[-1]).transpose(2, 3).flatten(1, 2)
-    k, v = (t.view(-1, heads, length, t.shape[-1]) for t in (k, v))
+    asking = q.shape[1] // repeats
+    queries = q.view(-1, heads, asking, repeats, q.shape[-1]).transpose(2, 3).flatten(1, 2)
+    k, v = (t.view(-1, heads, t.shape[1], t.shape[2]) for t in (k, v))
     output = _sdpa(queries, k, v, scale, window, dropout, sinks)
-    return output.unflatten(1, (heads, repeats)).transpose(2, 3).reshape(-1, length * repeats, v.shape[-1])
+    return output.unflatten(1, (heads, repeats)).transpose(2, 3).reshape(-1, asking * repeats, v.shape[-1])
 
 
 def _sdpa(
@@ -259,7 +268,9 @@ def _sdpa(
     elif shared and q.is_cuda:  # its memory-efficient kernel has no grouped queries
         k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
         shared = False
-    band = None if window is None else causal_band(0, q.shape[2], 0, window, q.device)
+    asking, length = q.shape[2], k.shape[2]
+    whole = window is None and asking == length
+    band = None if whole else causal_band(length - asking, length, 0, window, q.device)
     if sinks is not None:
         k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
         return attend_with_sinks(q, k, v, sinks[:, None], CPUKernel(scale=scale, band=band)).to(dtype)
@@ -268,30 +279,49 @@ def _sdpa(
     ).to(dtype)
 
 
-def _build_groups(segments: Segments) -> Groups:
-    lengths = segments.lengths
-    starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + length)
-    shapes: list[tuple[int, int]] = []
-    order = sorted(range(len(lengths)), key=lambda s: -lengths[s])
+def _build_groups(segments: Segments) -> tuple[Groups, Groups]:
+    length_S = torch.tensor(segments.lengths)
+    before_S = length_S - torch.tensor(segments.own_lengths)  # tokens that do not ask
+    lengths, before = length_S.tolist(), before_S.tolist()
+    order = sorted(range(len(lengths)), key=lambda s: (-lengths[s], before[s]))
+    groups: list[list[int]] = []
     for s in order:
-        if not shapes or shapes[-1][1] ** 2 - lengths[s] ** 2 > _WASTE:
-            shapes.append((0, lengths[s]))
-        shapes[-1] = (shapes[-1][0] + 1, shapes[-1][1])
-    widths = torch.tensor([width for count, width in shapes for _ in range(count)])
-    start, length = torch.tensor(starts)[order], torch.tensor(lengths)[order]
-    slot_start = widths.cumsum(0) - widths
-    column = torch.arange(int(widths.sum())) - slot_start.repeat_interleave(widths)
-    gather = start.repeat_interleave(widths) + torch.minimum(column, (length - 1).repeat_interleave(widths))
-    if torch.equal(gather, torch.arange(starts[-1])):
-        return Groups(shapes=tuple(shapes), layout=segments.layout)
-    real = column < length.repeat_interleave(widths)
-    slot_K = torch.empty(starts[-1], dtype=torch.int64)
-    slot_K[gather[real]] = torch.arange(len(gather))[real]
-    if segments.layout is None:
-        layout = TokenLayout(gather_K=gather, home_T=slot_K)
-    else:
-        whole = segments.layout.to(torch.device("cpu"))
-        layout = whole.moved(slot_K, whole.gather_K[gather])
-    return Groups(shapes=tuple(shapes), layout=layout)
+        longest = groups[-1][0] if groups else s
+        added = lengths[longest] ** 2 - lengths[s] ** 2 + lengths[longest] * abs(before[s] - before[longest])
+        if not groups or added > _WASTE:
+            groups.append([])
+        groups[-1].append(s)
+    columns = [(len(group), min(before[s] for s in group), lengths[group[0]]) for group in groups]
+    from_start = [(count, 0, width) for count, _, width in columns]
+    keys = _laid_out(from_start, order, torch.zeros_like(before_S), length_S, segments.layout)
+    return (keys if segments.layout is None else _laid_out(columns, order, before_S, length_S, None)), keys
+
+
+def _laid_out(
+    columns: list[tuple[int, int, int]], order: list[int], first_S: Tensor, end_S: Tensor, layout: TokenLayout | None
+) -> Groups:
+    """Lay the tokens first ... end - 1 of each row out in columns of its group; columns without one repeat another.
+
+    Args:
+        columns: (count of rows, first column, end of columns) of each group.
+        order: rows as the groups take them.
+        first_S: of each row.
+        end_S: of each row.
+        layout: finds these tokens in the packed input; None: they are the packed input.
+    """
+    start_S = (end_S - first_S).cumsum(0) - end_S  # of the row's first column, had the input all before `first`
+    count_G, first_G, end_G = torch.tensor(columns).T
+    end_R, width_R = (of_group.repeat_interleave(count_G) for of_group in (end_G, end_G - first_G))
+    row_K = torch.tensor(order).repeat_interleave(width_R)
+    column_K = torch.arange(len(row_K)) + (end_R - width_R.cumsum(0)).repeat_interleave(width_R)
+    position_K = torch.minimum(column_K.maximum(first_S[row_K]), end_S[row_K] - 1)
+    gather_K, real_K = start_S[row_K] + position_K, column_K == position_K
+    shapes = tuple((count, end - first) for count, first, end in columns)
+    if torch.equal(gather_K, torch.arange(int(real_K.sum()))):
+        return Groups(shapes=shapes, layout=layout)
+    slot_T = torch.empty(int(real_K.sum()), dtype=torch.int64)
+    slot_T[gather_K[real_K]] = real_K.nonzero()[:, 0]
+    if layout is None:
+        return Groups(shapes=shapes, layout=TokenLayout(gather_K=gather_K, home_T=slot_T))
+    whole = layout.to(torch.device("cpu"))
+    return Groups(shapes=shapes, layout=whole.moved(slot_T, whole.gather_K[gather_K]))

@@ -307,16 +307,24 @@ def check_backend(model: ModelConfig, config: PretrainedConfig, device: torch.de
         raise ValueError("model.fused_kernel_options.impl_backend=triton needs a CUDA device: use torch")
 
 
-def check_ulysses(model: ModelConfig, config: PretrainedConfig, size: int) -> None:
-    """Check that the model can run on slices of its sequences, `size` ranks each; raises ValueError otherwise."""
+def check_slices(model: ModelConfig, config: PretrainedConfig, size: int, key: str) -> None:
+    """Check that the model can run on parts of its sequences, `size` ranks each.
+
+    Raises ValueError otherwise, naming `key`.
+    """
     if size == 1:
         return
-    families.refuse_vision(config, f"ulysses_sequence_parallel_size={size}", "set it to 1")
-    families.refuse_state(config, f"ulysses_sequence_parallel_size={size}", "set it to 1")
+    families.refuse_vision(config, f"{key}={size}", "set it to 1")
+    families.refuse_state(config, f"{key}={size}", "set it to 1")
     if not uses_packing(model):
-        raise ValueError(
-            f"ulysses_sequence_parallel_size={size} needs packed sequences: set model.use_remove_padding=True"
-        )
+        raise ValueError(f"{key}={size} needs packed sequences: set model.use_remove_padding=True")
+
+
+def check_ulysses(model: ModelConfig, config: PretrainedConfig, size: int) -> None:
+    """Check that the model can run on slices of its sequences and of its heads; raises ValueError otherwise."""
+    if size == 1:
+        return
+    check_slices(model, config, size, "ulysses_sequence_parallel_size")
     text = config.get_text_config()
     heads = text.num_attention_heads
     repeated_key_heads(heads, text.num_key_value_heads if "num_key_value_heads" in text else heads, size)

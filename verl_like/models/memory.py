@@ -105,6 +105,7 @@ class Path:
     lean_norms: bool = False  # models/lean_ops.py, or Liger's: the input and one number a row are kept
     fused_head: bool = True
     lora: bool = False
+    context: int = 1  # ranks that share a row by chunks: each keeps the keys of all that its tokens see
 
 
 def layer_bytes(shape: Shape, path: Path, row: int) -> float:
@@ -124,7 +125,7 @@ def _norm_bytes(path: Path, width: int, rows: int) -> float:
 
 def _attention_bytes(shape: Shape, path: Path, row: int) -> float:
     """Bytes of queries, keys, values and the result; weights of blocks or the softmax's normaliser."""
-    c, q, k = path.c, shape.queries, shape.keys
+    c, q, k = path.c, shape.queries, shape.keys * path.context
     if not path.on_cpu:
         return c * (2 * q + 2 * k) + _WIDE * shape.heads
     if row <= _PRODUCTS_LENGTH:

@@ -12,6 +12,7 @@ Letters: b rows, P prompt, R response, T packed tokens, S segments (= rows), N t
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,8 @@ from verl_like.batch import MediaHandle, Sequences
 from verl_like.flat_columns import on_rows, take_rows
 from verl_like.models.routes import unknown
 from verl_like.models.shared_prompts import first_rows, shared_layout, shared_prefixes
-from verl_like.models.token_layout import Groups, TokenLayout
+from verl_like.models.token_layout import Groups, TokenLayout, layout_of
+from verl_like.parallel.context import ContextRanks, SeenKeys, chunk_places
 
 if TYPE_CHECKING:
     from verl_like.models.vision import VisionInput, VisionProcessor
@@ -54,8 +56,9 @@ class Segments:
         self.holders = tuple(holders or range(len(self.lengths)))
         self.cu_seqlens = _bounds(self.lengths)  # int32 [S + 1]
         self.cu_own = self.cu_seqlens if layout is None else _bounds(self.own_lengths)
-        self.parallel: SequenceRanks | None = None  # where each rank holds a slice of the tokens
-        self.groups: Groups | None = None  # layout for batched attention calls, where one is needed
+        self.heads: SequenceRanks | None = None  # that share tokens, and exchange heads for them around attention
+        self.seen: SeenKeys | None = None  # where other ranks hold tokens that these see
+        self.groups: tuple[Groups, Groups] | None = None  # of queries and keys, for batched attention calls
         self.kept: dict[tuple[Any, ...], Any] = {}  # what state_layers.py made of them
         self.move_(device)
 
@@ -65,14 +68,38 @@ class Segments:
         self.cu_seqlens = self.cu_seqlens.to(device, non_blocking=True)
         self.cu_own = self.cu_seqlens if shared else self.cu_own.to(device, non_blocking=True)
         self.layout = None if self.layout is None else self.layout.to(device)
+        self.seen = None if self.seen is None else self.seen.to(device)
 
-    def with_filling(self, count: int, parallel: SequenceRanks) -> Segments:
-        """Segments for tokens sliced over `parallel`, with `count` tokens of padding as one more sequence."""
-        device, added = self.cu_seqlens.device, (count,) if count else ()
-        layout = self.layout if self.layout is None or not count else self.layout.appended(count)
+    def sliced(self, ranks: SequenceRanks, filling: int) -> Segments:
+        """Segments of a rank's tokens in attention, with `filling` tokens of padding as one more sequence."""
+        device, added = self.cu_seqlens.device, (filling,) if filling else ()
+        layout = self.layout if self.layout is None or not filling else self.layout.appended(filling)
         filled = Segments((*self.lengths, *added), device, own_lengths=(*self.own_lengths, *added), layout=layout)
-        filled.parallel = parallel
+        if isinstance(ranks, ContextRanks):
+            return filled._of_chunks(ranks)
+        filled.heads = ranks
         return filled
+
+    def _of_chunks(self, ranks: ContextRanks) -> Segments:
+        """Segments of the tokens that this rank's chunks have of each sequence, behind all keys that these see."""
+        total, context = sum(self.own_lengths), ranks.context
+        places = chunk_places(total, context.size)[context.rank]
+        runs = places.tensor_split((places.diff() > 1).nonzero()[:, 0] + 1)  # the last rank's two chunks are neighbours
+        end_S, end_K = (list(itertools.accumulate(lengths)) for lengths in (self.own_lengths, self.lengths))
+        asking, slots = list[int](), list[Tensor]()
+        for run in runs:
+            for own, length, end, end_slot in zip(self.own_lengths, self.lengths, end_S, end_K, strict=True):
+                start, stop = max(int(run[0]), end - own), min(int(run[-1]) + 1, end)
+                if start < stop:
+                    asking.append(stop - start)
+                    slots.append(torch.arange(end_slot - length, end_slot - (end - stop)))
+        seen_K = torch.cat(slots) if self.layout is None else self.layout.gather_K.cpu()[torch.cat(slots)]
+        seen_U, number_K = torch.unique(seen_K, return_inverse=True)
+        home_U = torch.full_like(seen_U, len(seen_K)).scatter_reduce(0, number_K, torch.arange(len(seen_K)), "amin")
+        layout, lengths = layout_of(number_K, home_U), [*map(len, slots)]
+        part = Segments(lengths, self.cu_seqlens.device, own_lengths=asking, layout=layout)
+        part.heads, part.seen = ranks.heads, SeenKeys.of(seen_U, total, context)
+        return part
 
 
 def _bounds(lengths: Sequence[int]) -> Tensor:
@@ -273,29 +300,28 @@ def placeholder(device: torch.device, *, packed: bool, vision: VisionProcessor |
 
 
 def take_slice(whole: ModelInput, parallel: SequenceRanks) -> ModelInput:
-    """Cut this rank's slice out of a packed input; the last slice is filled up with a segment of padding.
+    """Cut the tokens of this rank out of a packed input, which is filled up with a segment of padding at its end.
 
-    Targets were taken before, so a token whose successor is in the next slice keeps its own. `segments` and positions
-    stay those of the whole. Cut it on the CPU: on a device the host would wait for the number of answers.
+    Targets were taken before, so a token whose successor is on another rank keeps its own; positions are those in the
+    whole. Cut it on the CPU: on a device the host would wait for the number of answers.
     """
     assert whole.segments is not None
-    total = whole.input_ids.shape[1]
-    width = -(-total // parallel.size)
-    filling = width * parallel.size - total
-    first = parallel.rank * width
-    mine_N = (whole.select_N >= first) & (whole.select_N < first + width)
+    filling = -whole.input_ids.shape[1] % parallel.unit
+    total = whole.input_ids.shape[1] + filling
+    mine = parallel.places(total)
+    here = torch.full((total,), -1).index_copy(0, mine, torch.arange(len(mine)))  # place on this rank; -1: elsewhere
+    mine_N = here[whole.select_N] >= 0
     routes, places_S = whole.routes, whole.places_S
     if routes is not None:
-        filled = torch.cat([routes, routes.new_full((filling, *routes.shape[1:]), unknown(routes.dtype))])
-        routes = filled[first : first + width]
+        routes = torch.cat([routes, routes.new_full((filling, *routes.shape[1:]), unknown(routes.dtype))])[mine]
     if places_S is not None:
-        places_S = torch.where((places_S >= first) & (places_S < first + width), places_S - first, -1)
+        places_S = torch.where(places_S >= 0, here[places_S], -1)
     return ModelInput(
-        input_ids=torch.nn.functional.pad(whole.input_ids, (0, filling))[:, first : first + width],
-        position_ids=torch.nn.functional.pad(whole.position_ids, (0, filling))[:, first : first + width],
+        input_ids=torch.nn.functional.pad(whole.input_ids, (0, filling))[:, mine],
+        position_ids=torch.nn.functional.pad(whole.position_ids, (0, filling))[:, mine],
         attention_mask=None,
-        segments=whole.segments.with_filling(filling, parallel),
-        select_N=whole.select_N[mine_N] - first,
+        segments=whole.segments.sliced(parallel, filling),
+        select_N=here[whole.select_N[mine_N]],
         targets_N=whole.targets_N[mine_N],
         out_N=whole.out_N[mine_N],
         num_out=whole.num_out,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from verl_like.batch import Experience, Rollouts, Sequences
 from verl_like.flat_columns import bounds
-from verl_like.models.token_layout import TokenLayout
+from verl_like.models.token_layout import TokenLayout, layout_of
 
 
 def shared_prefixes(rows: Sequences) -> tuple[list[int], Tensor]:
@@ -102,23 +102,4 @@ def shared_layout(length_S: Tensor, shared_S: Tensor, first_S: Tensor, start_S: 
     own_slots = (~copied_K).nonzero()[:, 0]
     home_T = torch.empty(len(own_slots), dtype=torch.int64)
     home_T[gather_K[own_slots]] = own_slots
-    copied_C, further = _copies(shared_S, first_S, start_S, slot_S)
-    return TokenLayout(gather_K=gather_K, home_T=home_T, copied_C=copied_C, further=further)
-
-
-def _copies(
-    shared_S: Tensor, first_S: Tensor, start_S: Tensor, slot_S: Tensor
-) -> tuple[Tensor | None, tuple[Tensor, ...]]:
-    sharers: dict[int, list[int]] = {}
-    for s, first in enumerate(first_S.tolist()):
-        if s != first:
-            sharers.setdefault(first, []).append(s)
-    if not sharers:
-        return None, ()
-    order = sorted(sharers, key=lambda first: -len(sharers[first]))
-    copied = torch.cat([start_S[first] + torch.arange(int(shared_S[first])) for first in order])
-    further = []
-    for number in range(len(sharers[order[0]])):
-        rows = [sharers[first][number] for first in order if number < len(sharers[first])]
-        further.append(torch.cat([slot_S[row] + torch.arange(int(shared_S[row])) for row in rows]))
-    return copied, tuple(further)
+    return layout_of(gather_K, home_T)

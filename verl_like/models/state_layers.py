@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from verl_like.models.token_layout import TokenLayout
+from verl_like.models.token_layout import TokenLayout, layout_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -221,31 +221,7 @@ def _behind_context(segments: Segments, device: torch.device, width: int) -> tup
         homes.append(slot + width + torch.arange(piece.length))
         slot += width + piece.length
     token_K, home_T = torch.cat(slots), torch.cat(homes)
-    return _layout(token_K, home_T).to(device), (token_K < 0).to(device)
-
-
-def _layout(token_K: Tensor, home_T: Tensor) -> TokenLayout:
-    """Layout of slots that hold these tokens, -1 for none that is read; all slots of a token return its gradient."""
-    copied = token_K >= 0
-    copied[home_T] = False
-    slots = copied.nonzero()[:, 0]
-    tokens, order = torch.sort(token_K[slots], stable=True)
-    slots = slots[order]
-    copied_C, number, count_C = torch.unique(tokens, return_inverse=True, return_counts=True)
-    most_first = torch.argsort(count_C, descending=True, stable=True)
-    place_C = torch.argsort(most_first)
-    nth = torch.arange(len(tokens)) - (count_C.cumsum(0) - count_C)[number]
-    further = []
-    for n in range(int(count_C.max()) if len(count_C) else 0):
-        chosen = nth == n
-        by_place = torch.argsort(place_C[number[chosen]])
-        further.append(slots[chosen][by_place])
-    return TokenLayout(
-        gather_K=token_K.clamp(min=0),
-        home_T=home_T,
-        copied_C=copied_C[most_first] if len(copied_C) else None,
-        further=tuple(further),
-    )
+    return layout_of(token_K, home_T).to(device), (token_K < 0).to(device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,7 +319,7 @@ def _plan(segments: Segments, device: torch.device, chunk: int, branches: bool, 
     given = [i for members, call in zip(groups, calls, strict=True) if call.gives for i in members]
     begins = [given.index(p) for members in groups for i in members if (p := pieces[i].parent) is not None]
     number_G = torch.arange(len(given))
-    states = _layout(torch.cat([number_G, torch.tensor(begins)]), number_G).to(device) if begins else None
+    states = layout_of(torch.cat([number_G, torch.tensor(begins)]), number_G).to(device) if begins else None
     return ScanPlan(calls=calls, layout=None if layout is None else layout.to(device), states=states)
 
 

@@ -47,11 +47,13 @@ def check_engine(model: ModelConfig, config: PretrainedConfig, fsdp: FSDPConfig,
     size = fsdp.tensor_parallel_size
     if size == 1:
         return
-    if ulysses > 1:
-        raise ValueError(
-            f"{KEY}={size} with ulysses_sequence_parallel_size={ulysses}: both give neighbouring ranks slices of "
-            "the tokens, and a model can have one of them; set the other to 1"
-        )
+    context = ("fsdp_config.context_parallel_size", fsdp.context_parallel_size)
+    for name, other in (("ulysses_sequence_parallel_size", ulysses), context):
+        if other > 1:
+            raise ValueError(
+                f"{KEY}={size} with {name}={other}: both give neighbouring ranks slices of "
+                "the tokens, and a model can have one of them; set the other to 1"
+            )
     check_model(model, config, size)
 
 
@@ -146,7 +148,7 @@ def take_slice(whole: ModelInput, group: SequenceRanks) -> ModelInput:
     """
     part = packing.take_slice(whole, group)
     assert part.segments is not None
-    part.segments.parallel = None
+    part.segments.heads = None
     filling = group.size * part.input_ids.shape[1] - whole.position_ids.shape[1]
     return dataclasses.replace(part, position_ids=nn.functional.pad(whole.position_ids, (0, filling)))
 

@@ -79,6 +79,26 @@ class TokenLayout:
         return TokenLayout(gather_K=gather_K, home_T=home_T, copied_C=copied, further=tuple(further))
 
 
+def layout_of(token_K: Tensor, home_T: Tensor) -> TokenLayout:
+    """Layout of slots that hold these tokens, -1 for none that is read; all slots of a token return its gradient."""
+    copied = token_K >= 0
+    copied[home_T] = False
+    slots = copied.nonzero()[:, 0]
+    tokens, order = torch.sort(token_K[slots], stable=True)
+    slots = slots[order]
+    copied_C, number, count_C = torch.unique(tokens, return_inverse=True, return_counts=True)
+    most_first = torch.argsort(count_C, descending=True, stable=True)
+    place_C = torch.argsort(most_first)
+    nth = torch.arange(len(tokens)) - (count_C.cumsum(0) - count_C)[number]
+    further = slots[torch.argsort(nth * len(copied_C) + place_C[number])].split(torch.bincount(nth).tolist())
+    return TokenLayout(
+        gather_K=token_K.clamp(min=0),
+        home_T=home_T,
+        copied_C=copied_C[most_first] if len(copied_C) else None,
+        further=further if len(copied_C) else (),
+    )
+
+
 class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, packed: Tensor, layout: TokenLayout, add_copies: bool) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

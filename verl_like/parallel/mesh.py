@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from verl_like.config.mesh import NAMES, MeshSizes
+from verl_like.parallel.context import ContextRanks
 from verl_like.parallel.ulysses import SequenceRanks
 
 SENT_AT_ONCE = 2**26  # bytes
@@ -92,7 +93,7 @@ class ParallelMesh:
 
     root: the mesh over which FSDP shards weights that are not split before.
     tensor, expert: axes of weights that are; None where their size is 1.
-    context: ranks that share a row by slices of its tokens (Ulysses); None where its size is 1.
+    slices: ranks that share a row by its tokens (Ulysses, context parallelism); None where there is one.
 
     Raises ValueError, naming the keys, where the sizes do not divide the ranks.
     """
@@ -104,7 +105,7 @@ class ParallelMesh:
         self.sizes, self.rank, self._device = sizes, dist.get_rank(), device
         self.root = self._mesh(sizes.weights())
         self.tensor, self.expert = self._split("tensor", sizes.tensor), self._split("expert", sizes.expert)
-        self.context = None if sizes.context == 1 else self._neighbours(sizes.context)
+        self.slices = self._slices(sizes.context, sizes.ulysses)
 
     @property
     def layers(self) -> DeviceMesh:
@@ -114,7 +115,7 @@ class ParallelMesh:
     @property
     def rows(self) -> SequenceRanks | None:
         """Ranks that share their rows."""
-        return self.context if self.tensor is None else self.tensor.group
+        return self.slices if self.tensor is None else self.tensor.group
 
     def split_of(self, tensor: Tensor) -> SplitAxis | None:
         """Axis that a sharded weight is split along."""
@@ -138,7 +139,20 @@ class ParallelMesh:
     def _mesh(self, axes: dict[str, int]) -> DeviceMesh:
         return init_device_mesh(self._device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
-    def _neighbours(self, size: int) -> SequenceRanks:
-        starts = range(0, self.sizes.world, size)
-        groups: list[Any] = [dist.new_group(list(range(first, first + size))) for first in starts]
-        return SequenceRanks(group=groups[self.rank // size], size=size, rank=self.rank % size)
+    def _slices(self, context: int, ulysses: int) -> SequenceRanks | None:
+        if self.sizes.slices == 1:
+            return None
+        every = self._neighbours(self.sizes.slices)
+        if context == 1:
+            return every
+        heads = None if ulysses == 1 else self._neighbours(ulysses)
+        chunks = every if heads is None else self._neighbours(context, ulysses)
+        return ContextRanks(group=every.group, size=every.size, rank=every.rank, context=chunks, heads=heads)
+
+    def _neighbours(self, size: int, stride: int = 1) -> SequenceRanks:
+        """Group this rank with those that stand `stride` apart, `size` of them."""
+        span, groups = size * stride, list[Any]()
+        for first in (start + i for start in range(0, self.sizes.world, span) for i in range(stride)):
+            groups.append(dist.new_group(list(range(first, first + span, stride))))
+        own = self.rank // span * stride + self.rank % stride
+        return SequenceRanks(group=groups[own], size=size, rank=self.rank % span // stride)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from verl_like.parallel.context import all_gather, reduce_scatter
 from verl_like.parallel.mesh import SplitAxis
 from verl_like.parallel.sharding import local_tensor
 from verl_like.parallel.ulysses import SequenceRanks
@@ -184,20 +185,15 @@ class _SumParts(torch.autograd.Function):
         return _gathered(grad, ctx.group, -2), None
 
 
-# torch 2.13 has given them new names, and warns of the old ones
-_all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-_reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
-
-
 def _gathered(x: Tensor, group: SequenceRanks, dim: int) -> Tensor:
     front = x.movedim(dim, 0).contiguous()
     whole = front.new_empty((group.size * front.shape[0], *front.shape[1:]))
-    _all_gather(whole, front, group=group.group)
+    all_gather(whole, front, group=group.group)
     return whole.movedim(0, dim)
 
 
 def _summed_slice(x: Tensor, group: SequenceRanks, dim: int) -> Tensor:
     front = x.movedim(dim, 0).contiguous()
     mine = front.new_empty((front.shape[0] // group.size, *front.shape[1:]))
-    _reduce_scatter(mine, front, group=group.group)
+    reduce_scatter(mine, front, group=group.group)
     return mine.movedim(0, dim)

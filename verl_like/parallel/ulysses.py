@@ -24,6 +24,15 @@ class SequenceRanks:
     size: int
     rank: int
 
+    @property
+    def unit(self) -> int:
+        """Tokens are filled up to a multiple of this number."""
+        return self.size
+
+    def places(self, total: int) -> Tensor:
+        """Number this rank's tokens out of `total`, a multiple of `unit`: its slice, int64 [total / size]."""
+        return torch.arange(total).chunk(self.size)[self.rank]
+
     def heads_in(self, x: Tensor) -> Tensor:
         """Exchange slices of tokens for slices of heads: [1, heads, T / n, D] -> [1, heads / n, T, D]."""
         _, heads, tokens, dim = x.shape

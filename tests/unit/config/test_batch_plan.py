@@ -88,6 +88,22 @@ def test_many_ranks_by_hand():
     assert (plan.steps_per_epoch, plan.total_training_steps, plan.optimizer_steps("actor")) == (None, 10, 40)
 
 
+def test_rows_shared_by_chunks_and_by_heads():
+    """Of 16 processes two times two share rows; the reference follows, a critic has its own."""
+    shared = {"fsdp_config": FSDPConfig(context_parallel_size=2)}
+    budget = {"ppo_max_token_len_per_gpu": 1000, "ulysses_sequence_parallel_size": 2, "use_kl_loss": True}
+    built = config(actor=budget | shared, ref=shared, algorithm={"adv_estimator": "gae"})
+    built.critic.model.fsdp_config.context_parallel_size, built.critic.ppo_mini_batch_size = 4, 16
+    roles = BatchPlan.build(built, world_size=16, num_train_prompts=99).roles
+    assert {name: role.data_parallel_size for name, role in roles.items()} == {"actor": 4, "ref": 8, "critic": 4}
+    assert roles["actor"].update == MicroBatchRule(max_tokens=4000)
+    with pytest.raises(ConfigError, match=r"context_parallel_size x .*ulysses_sequence_parallel_size=4: must divide"):
+        BatchPlan.build(built, world_size=2, num_train_prompts=99)
+    kl = {"use_kl_in_reward": True, "kl_penalty": "full"}
+    with pytest.raises(ConfigError, match=r"one .*context_parallel_size for actor and ref, but they are 2 and 1"):
+        BatchPlan.build(config(actor=shared, algorithm=kl), world_size=2, num_train_prompts=99)
+
+
 def test_lengths_stay_open_when_nobody_knows_them():
     plan = BatchPlan.build(config(), 1)
     assert (plan.steps_per_epoch, plan.total_training_steps, plan.optimizer_steps("actor")) == (None, None, None)

@@ -56,6 +56,8 @@ def test_the_default_configuration_is_quiet():
         ([f"{R}.enable_chunked_prefill=false", f"{R}.max_num_batched_tokens=1000"], "must be at least max_model_len"),
         ([f"{A}.use_kl_loss=true", f"{A}.use_unbiased_kl=true", f"{A}.kl_loss_type=mse"], "use one of kl, k1, low"),
         ([f"{T}=2", f"{A}.ulysses_sequence_parallel_size=2"], f"{T}=2 with {A}.ulysses_sequence_parallel_size=2"),
+        ([f"{T}=2", f"{A}.fsdp_config.context_parallel_size=2"], f"{T}=2 with {A}.fsdp_config.context_parallel_size=2"),
+        ([f"{A}.router.z_loss_coef=1", f"{A}.fsdp_config.context_parallel_size=2"], "scores are those of whole"),
         ([f"{T}=2", "actor_rollout_ref.model.use_remove_padding=false"], f"{T}=2 with actor_rollout_ref.model.use_rem"),
         ([f"{T}=0"], "tensor_parallel_size=0: must be at least 1"),
         ([f"{A}.rl_loss_coef=0"], "nothing would be trained"),

@@ -27,7 +27,7 @@ F = f"{A}.fsdp_config"
         ("reward_model.megatron.tensor_model_parallel_size", "reward_model.model.fsdp_config.tensor_parallel_size"),
         (
             "actor_rollout_ref.ref.megatron.context_parallel_size",
-            "actor_rollout_ref.ref.ulysses_sequence_parallel_size",
+            "actor_rollout_ref.ref.fsdp_config.context_parallel_size",
         ),
         ("critic.megatron.optimizer_offload", "critic.model.fsdp_config.optimizer_offload"),
         (f"{A}.optim.override_optimizer_config.optimizer_cpu_offload", f"{F}.optimizer_offload"),
@@ -244,7 +244,7 @@ def test_what_megatron_splits_otherwise_is_sharded_by_fsdp_with_a_line_that_says
     changes, lines = canonical([Change(key, value) for key, value in asked.items()])
     assert {change.key: change.value for change in changes} == {
         f"{F}.tensor_parallel_size": 1,
-        f"{A}.ulysses_sequence_parallel_size": 2,
+        f"{F}.context_parallel_size": 2,
         "actor_rollout_ref.ref.fsdp_config.tensor_parallel_size": 1,
         "critic.model.fsdp_config.tensor_parallel_size": 2,
     }

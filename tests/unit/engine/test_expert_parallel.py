@@ -9,12 +9,11 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.unit.engine import expert_scenarios as scenarios
 from tests.unit.engine import tiny
-from tests.unit.engine.tiny import assert_same
+from tests.unit.engine.tiny import assert_same, by_parameter
 from tests.unit.models import zoo
 from verl_like.config import ModelConfig
 from verl_like.models import loading, tensor_plan
@@ -58,14 +57,6 @@ def four(folder: Path, paths: dict[str, str], two: list[dict[str, Any]]) -> list
 def spread(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """What each rank says."""
     return request.getfixturevalue(request.param)
-
-
-def by_parameter(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
-    """Equal by name, up to `tolerance` of each tensor's own norm."""
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        gap = float((found[name] - tensor).norm() / tensor.norm().clamp(min=1e-30))
-        assert gap <= tolerance, f"{name}: {gap:.1e} of its norm"
 
 
 def test_gradients_are_one_ranks_and_every_token_goes_to_the_same_experts(

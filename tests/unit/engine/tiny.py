@@ -81,6 +81,14 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float = 2
         assert gap <= tolerance, f"{name}: relative difference {gap:.1e}"
 
 
+def by_parameter(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    """Equal by name, up to `tolerance` of each tensor's own norm."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        gap = float((found[name] - tensor).norm() / tensor.norm().clamp(min=1e-30))
+        assert gap <= tolerance, f"{name}: {gap:.1e} of its norm"
+
+
 def experience(
     num_rows: int, *, seed: int = 0, vocab: int = VOCAB, max_response: int = 12, rows_per_prompt: int = 1
 ) -> Experience:

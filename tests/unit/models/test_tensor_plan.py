@@ -123,7 +123,7 @@ def test_slices_keep_the_positions_of_all_tokens() -> None:
     parts = [take_slice(whole, SequenceRanks(group=None, size=4, rank=rank)) for rank in range(4)]  # type: ignore[arg-type]
     assert torch.equal(torch.cat([part.input_ids for part in parts], 1)[:, :total], whole.input_ids)
     for part in parts:
-        assert part.segments is not None and part.segments.parallel is None
+        assert part.segments is not None and part.segments.heads is None
         assert part.position_ids.shape[1] == 4 * part.input_ids.shape[1] == sum(part.segments.own_lengths)
         assert torch.equal(part.position_ids[:, :total], whole.position_ids)
     assert sum(len(part.select_N) for part in parts) == len(whole.select_N)

@@ -29,6 +29,7 @@ COMMON = [
     "critic.ppo_mini_batch_size=4",
 ]
 GRPO, GAE = ["algorithm.adv_estimator=grpo"], ["algorithm.adv_estimator=gae"]
+CHUNKS = [*GAE, *(f"{name}.fsdp_config.context_parallel_size=2" for name in (ACTOR, "critic.model"))]
 ULYSSES = [*GRPO, f"{ACTOR}.ulysses_sequence_parallel_size=2"]
 
 # What every worker imports (VERL_USE_EXTERNAL_MODULES), the configuration, and the line that must find it first.
@@ -63,6 +64,22 @@ FAULTS = {
         ULYSSES,
         "step 1: old log-probs",
     ),
+    "keys_of_this_rank_alone": (
+        """
+        from verl_like.parallel import context
+
+        own = context._GatherSeen.backward
+
+        def kept(ctx, grad):
+            whole = grad.new_zeros(ctx.keys.ranks.size * ctx.tokens, *grad.shape[1:])
+            whole.index_copy_(0, ctx.keys.places_U, grad)
+            return whole.view(-1, ctx.tokens, *grad.shape[1:])[ctx.keys.ranks.rank], None
+
+        context._GatherSeen.backward = staticmethod(kept)
+        """,
+        CHUNKS,
+        "step 1: actor: mini-batch 1: gradient norm",
+    ),
     "critic_by_ranks": (
         """
         from verl_like.algorithms.objectives import ValueObjective
@@ -91,7 +108,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(write_tiny_model(tmp_path_factory.mktemp("step")))
 
 
-@pytest.mark.parametrize("keys", [GAE, ULYSSES], ids=["gae", "ulysses"])
+@pytest.mark.parametrize("keys", [GAE, ULYSSES, CHUNKS], ids=["gae", "ulysses", "chunks"])
 def test_a_sound_step_passes(model: Path, keys: list[str]) -> None:
     findings, _ = prove_step(compose([*COMMON, *keys, f"actor_rollout_ref.model.path={model}"]), ranks=2)
     assert all(each.passed for each in findings), table(findings)

@@ -133,6 +133,19 @@ def test_a_cpu_keeps_the_engine_and_the_gathered_weights(config: PPOConfig) -> N
     assert told.too_large() == [] and told.metrics()["perf/memory_forecast/gen"] == told.total("gen") / GIB
 
 
+def test_chunks_divide_activations_but_not_the_keys_that_a_layer_gathers(config: PPOConfig) -> None:
+    """Beside Ulysses' share of a row, the work of a layer has the keys and values of the whole row once more."""
+    row = {"data.max_response_length": 31_744, BUDGET: 4096}
+    actor, ref = ("actor_rollout_ref.actor", "actor_rollout_ref.ref")
+    heads = {f"{role}.ulysses_sequence_parallel_size": 4 for role in (actor, ref)}
+    chunks = {f"{role}.fsdp_config.context_parallel_size": 4 for role in (actor, ref)}
+    sharing = {"heads": heads, "chunks": chunks, "none": {}}
+    found = {n: at(config, EIGHT, row | values).phases["update_actor"] for n, values in sharing.items()}
+    assert found["chunks"]["activations"] == found["heads"]["activations"] < found["none"]["activations"] / 1.9
+    added = 2 * 2 * shape_of("1.5B").keys * (4 - 1) * 32_768 / 8
+    assert found["chunks"]["work"] - found["heads"]["work"] == pytest.approx(added * 2, rel=1e-6)
+
+
 def test_the_page_is_that_of_the_code() -> None:
     here = sizing_docs.PAGE.read_text(encoding="utf-8")
     assert here == sizing_docs.page(), "run python -m verl_like.kit.forecast.sizing_page"

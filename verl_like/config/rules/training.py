@@ -39,14 +39,18 @@ def checkpoints_hold_the_model(config: PPOConfig) -> Findings:
 
 
 @rule(
-    *(key for role in _ROLES for key in (role.tensor_key, role.ulysses_key, role.expert_key)),
+    *dict.fromkeys(
+        key for role in _ROLES for key in (role.tensor_key, role.ulysses_key, role.context_key, role.expert_key)
+    ),
     *dict.fromkeys(f"{role.model_section}.{_PACKED}" for role in _ROLES),
 )
 def tensor_parallel_role(config: PPOConfig) -> Findings:
-    """Tensor parallelism of a role works on packed tokens, and excludes Ulysses and expert parallelism."""
+    """Tensor parallelism of a role works on packed tokens, and excludes Ulysses, context and expert parallelism."""
     for role in (role for role in roles_of(config).values() if role.tensor > 1):
         if role.ulysses > 1:
             yield (role.tensor_key, role.ulysses_key), "a role has one of the two; set one to 1"
+        if role.context > 1:
+            yield (role.tensor_key, role.context_key), "a role has one of the two; set one to 1"
         if role.fsdp.expert_parallel_size > 1:
             yield (role.tensor_key, role.expert_key), "matrices of experts are not split; set one to 1"
         if not role.model.use_remove_padding:
@@ -55,8 +59,10 @@ def tensor_parallel_role(config: PPOConfig) -> Findings:
 
 _ROUTER = f"{_ACTOR}.router"
 _OF_ROUTERS = tuple(f"{_ROUTER}.{name}" for name in ("balance_loss_coef", "z_loss_coef", "bias_update_rate"))
+_WHOLE = (1, "scores are those of whole sequences; set it to 1")
 _UNFIT = {
-    f"{_ACTOR}.ulysses_sequence_parallel_size": (1, "scores are those of whole sequences; set it to 1"),
+    f"{_ACTOR}.ulysses_sequence_parallel_size": _WHOLE,
+    f"{_ACTOR}.fsdp_config.context_parallel_size": _WHOLE,
     f"actor_rollout_ref.model.{_PACKED}": (True, "padding is routed as well; set it to True"),
     f"{_ACTOR}.use_torch_compile": (False, "scores are noted inside of layers; set it to False"),
 }
@@ -132,10 +138,10 @@ def budgets_fit_sequences(config: PPOConfig) -> Findings:
     longest = config.data.max_prompt_length + config.data.max_response_length
     whole = config.data.train_batch_size * config.actor_rollout_ref.rollout.n * longest
     for key, cut in {cut.budget_key: cut for cut in _used(config) if cut.by_tokens}.items():
-        if key.endswith(".ppo_max_token_len_per_gpu") and tokens_together(cut.budget, cut.ulysses) < longest:
+        if key.endswith(".ppo_max_token_len_per_gpu") and tokens_together(cut.budget, cut.slices) < longest:
             less = f"it is below data.max_prompt_length + data.max_response_length = {longest}"
             why = "a longer sequence makes a micro-batch of its own and takes more memory than planned"
-            yield (key,), f"{less}: {why}; set it to {tokens_apart(longest, cut.ulysses)} or more"
+            yield (key,), f"{less}: {why}; set it to {tokens_apart(longest, cut.slices)} or more"
         elif cut.budget > max(whole, _MANY_TOKENS):
             why = f"it is more than a whole rollout batch can hold ({whole} tokens)"
             yield (key,), f"{why}: nothing is cut, and memory is not bounded; set it to what fits one process"

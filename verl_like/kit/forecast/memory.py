@@ -321,6 +321,7 @@ def _model(role: RoleConfig, shape: memory.Shape, machine: Machine, processes: i
         lean_norms=model.use_remove_padding and (model.use_liger or (machine.on_cpu and model.use_lean_ops)),
         fused_head=model.use_fused_kernels,
         lora=lora,
+        context=role.context,
     )
     trained = 0 if optim is None else shape.lora_weights(model.lora_rank) if lora else shape.all_weights
     state = 0.0 if optim is None else _STATES[str(optim.optimizer)]
@@ -487,7 +488,7 @@ def largest_budget(config: PPOConfig, phase: str, predict: Any) -> int | None:
     cut, row = _cut_of(config, phase), config.data.max_prompt_length + config.data.max_response_length
     if not cut.by_tokens:
         return None
-    low, high = -(-row // (256 * cut.ulysses)), max(1, cut.budget // 256)
+    low, high = -(-row // (256 * cut.slices)), max(1, cut.budget // 256)
     if not _fits(changed(config, {cut.budget_key: 256 * low}), phase, predict):
         return None
     if _fits(changed(config, {cut.budget_key: 256 * high}), phase, predict):

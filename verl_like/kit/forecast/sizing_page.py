@@ -99,7 +99,8 @@ Host memory, which takes what is offloaded and what sleeps, is not counted.
 ## The longest row that fits
 
 Prompt and response together, in thousands of tokens (1,024 at most), alone in a micro-batch of an update: its phase
-takes 95% of the device, everything is offloaded between phases, and one row is spread over all devices by Ulysses.
+takes 95% of the device, everything is offloaded between phases, and one row is spread over all devices: by Ulysses as
+far as the heads divide, over the rest by context parallelism (of 8 devices 0.5B 2 x 4, 1.5B and 7B 4 x 2).
 
 {longest}
 
@@ -175,7 +176,8 @@ def _longest_row(config: PPOConfig, name: str, gpus: int, gigabytes: int) -> str
         middle = (low + high + 1) // 2
         row = {"data.max_prompt_length": 500, "data.max_response_length": 1000 * middle - 500}
         mesh = {f"{role}.ulysses_sequence_parallel_size": parallel for role in _ROLES}
-        tried = changed(config, SETTINGS["all offloaded"] | row | mesh | {_BUDGET: 1000 * -(-middle // parallel)})
+        mesh |= {f"{role}.fsdp_config.context_parallel_size": gpus // parallel for role in _ROLES}
+        tried = changed(config, SETTINGS["all offloaded"] | row | mesh | {_BUDGET: 1000 * -(-middle // gpus)})
         fits = "update_actor" not in forecast(tried, shape, None, machine).too_large()
         low, high = (middle, high) if fits else (low, middle - 1)
     return f"{low:,}k" if low else "-"

@@ -153,11 +153,15 @@ def about_objective(config: PPOConfig) -> str:
 _OLD_TEXT = {"given": "recomputed", "sampler": "of the sampler", "own": "of the update itself"}
 
 
+_OF_ROWS = ("context_parallel_size", "tensor_parallel_size")
+
+
 def left_out(config: PPOConfig) -> list[str]:
     """List the parts of the configuration that are not checked."""
     policy, lines = config.actor_rollout_ref, []
-    if policy.actor.ulysses_sequence_parallel_size > 1 or policy.actor.fsdp_config.tensor_parallel_size > 1:
-        lines.append("not checked: ranks that share rows (Ulysses, tensor parallelism)")
+    sizes = policy.actor.ulysses_sequence_parallel_size, *(getattr(policy.actor.fsdp_config, name) for name in _OF_ROWS)
+    if max(sizes) > 1:
+        lines.append("not checked: ranks that share rows (Ulysses, context and tensor parallelism)")
     if policy.actor.fsdp_config.expert_parallel_size > 1:
         lines.append("not checked: experts handed out to ranks (expert_parallel_size)")
     return lines + unchecked_adapters(policy.model)
@@ -194,10 +198,10 @@ def float32(fsdp: FSDPConfig) -> FSDPConfig:
 
 
 def with_rows_apart(config: PPOConfig) -> PPOConfig:
-    """Copy without tensor and expert parallelism."""
+    """Copy without context, tensor and expert parallelism."""
     policy, critic = config.actor_rollout_ref, config.critic
     alone = [
-        dataclasses.replace(each, tensor_parallel_size=1, expert_parallel_size=1)
+        dataclasses.replace(each, **dict.fromkeys(_OF_ROWS, 1), expert_parallel_size=1)
         for each in (policy.actor.fsdp_config, critic.model.fsdp_config)
     ]
     policy = dataclasses.replace(policy, actor=dataclasses.replace(policy.actor, fsdp_config=alone[0]))
