@@ -14,7 +14,7 @@ setting the first counts; of verl's rows without keys, about values, all do.
   dictionary; `fn NAME`, a function of spellings.py or kit/coming_from/*.py; nothing: as it is. Before it, `if NAME;` or
   `if not NAME;`: where that setting (of verl's: in that section) is on, or off. `kept`: the name is a key of ours too
   and may be set: without effect (`=`), except for these values (`= a, b`), or instead of a better one.
-  `instead`: the note tells what is done in place of what is asked.
+  `instead`: the note tells what is done in place of what is asked, a size: a whole number above 0.
 - default: the value there where it is not ours, so that a file which leaves it out keeps its meaning.
 """
 

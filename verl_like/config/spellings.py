@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from verl_like.config.errors import ConfigError
-from verl_like.config.names import MISSING, NOTHING, VERL, Row, rows_of, table, value_of
+from verl_like.config.names import MISSING, NOTHING, VERL, Row, rows_of, table, value_of, written
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.schema import find_key, get_value, sections
 
@@ -95,7 +95,7 @@ def renamed(key: str) -> str:
     return key if found is None else renamed(found)
 
 
-_MEGATRON = re.compile(r"(actor_rollout_ref\.(?:actor|ref)|critic|reward_model)\.megatron\.(\w+)")
+_SPLIT = re.compile(r"(actor_rollout_ref\.(?:actor|ref)|critic|reward_model)\.megatron\.tensor_model_parallel_size")
 
 
 def _one_split(changes: list[Change]) -> tuple[list[Change], list[str]]:
@@ -103,28 +103,46 @@ def _one_split(changes: list[Change]) -> tuple[list[Change], list[str]]:
 
     A row's tokens are split once here, and experts are not split by columns: FSDP shards over those processes instead.
     """
-    given = {match.groups(): each.value for each in changes if (match := _MEGATRON.fullmatch(each.key))}
+    given = {renamed(each.key): each for each in changes}
     result, told = list[Change](), list[str]()
     for change in changes:
-        match = _MEGATRON.fullmatch(change.key)
-        role, name = match.groups() if match else ("", "")
-        followed = role.replace(".ref", ".actor")  # by the reference, in what it does not say itself
-        others = [
-            f"{other}={size}"
-            for other in ("context_parallel_size", "expert_model_parallel_size")
-            if _above_1(size := given.get((role, other), given.get((followed, other))))
-        ]
-        if name != "tensor_model_parallel_size" or not others or not _above_1(change.value):
+        match = _SPLIT.fullmatch(change.key)
+        if match is None or _size(change.value, given) < 2:
             result.append(change)
             continue
-        why = f"beside {others[0]} FSDP shards the weights over these processes instead; same numbers"
-        told.append(f"{change.key}={change.value}: {why}")
-        result.append(Change(renamed(change.key), 1))
+        key = renamed(change.key)
+        roles, follower = {key: match[1]}, key.replace(".actor.", ".ref.")
+        if follower not in given:  # the reference takes the actor's size
+            roles[follower] = match[1].replace(".actor", ".ref")
+        beside = [(target, other) for target, role in roles.items() if (other := _other_split(role, given))][:1]
+        if not any(target == key for target, _ in beside):
+            result.append(change)
+        for target, other in beside:
+            why = f"beside {other.key}={other.value} FSDP shards the weights over these processes instead; same numbers"
+            told.append(f"{change.key}={change.value}: {why}")
+            result.append(Change(target, 1))
     return result, told
 
 
-def _above_1(size: Any) -> bool:
-    return isinstance(size, int) and size > 1
+def _other_split(role: str, given: Mapping[str, Change]) -> Change | None:
+    """Setting that gives a role context or expert parallelism; the reference follows the actor where it has none."""
+    for name in ("context_parallel_size", "expert_model_parallel_size"):
+        key = renamed(f"{role}.megatron.{name}")
+        change = given.get(key, given.get(key.replace(".ref.", ".actor.")))
+        if change is not None and _size(change.value, given) > 1:
+            return change
+    return None
+
+
+def _size(value: Any, given: Mapping[str, Change]) -> int:
+    """A size, or that of the key it follows; 0 for what is none."""
+    for _ in range(len(given) + 1):  # no more, where keys follow each other in a circle
+        if not (match := _REFERENCE.fullmatch(value) if isinstance(value, str) else None):
+            break
+        key = renamed(match[2])
+        known = find_key(key)
+        value = given[key].value if key in given else known.default if known else _read((match[3] or "0").strip())
+    return value if isinstance(value, int) else 0
 
 
 def _left_out(change: Change) -> str | None:
@@ -158,6 +176,9 @@ def _says_nothing(row: Row, key: str, value: Any) -> bool:
     if row.kept and value is None:
         known = find_key(renamed(key))
         return None in row.values and known is not None and not known.may_be_null
+    if row.instead:
+        follows = isinstance(value, str) and _REFERENCE.fullmatch(value) is not None
+        return follows or (type(value) is int and value > 0)
     return value in row.values if row.values else not row.kept
 
 
@@ -215,11 +236,17 @@ def _taken_apart(override: dict[str, Any]) -> dict[str, Any]:
     return plain | (override.get("model_config") or {}) | frozen
 
 
-def rest_of(key: str) -> tuple[Any, ...]:
-    """The values at which an unbuilt key of verl's is accepted; none for other keys."""
-    return next(
-        (row.values for row, _ in rows_of(VERL, key) if row.kind == NOTHING and row.values and not row.kept), ()
-    )
+def refusal(key: str) -> str | None:
+    """Reason why a setting of verl's under this unknown name is refused, with the fix; None where no row has it."""
+    rows = [row for row, _ in rows_of(VERL, key)]
+    if any(row.instead for row in rows):
+        return "give a whole number, at least 1, or leave it out"
+    newer = newer_than_here(key)
+    for row in rows:
+        if row.kind == NOTHING and row.values and not row.kept:
+            fix, why = f"set it to {written(row.values[0])}, or leave it out", row.note or newer
+            return f"not available yet; {fix}{f' ({why})' if why else ''}"
+    return newer and f"not available yet ({newer})"
 
 
 def says_nothing(key: str) -> str | None:

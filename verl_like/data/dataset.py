@@ -237,7 +237,14 @@ class PromptDataset:
 
     def extras(self, name: str) -> Iterator[tuple[str, Any]]:
         """Place and extra_info.<name> of each used row, as its file has them."""
-        cells = [file.rows.subcolumn("extra_info", name) for file in self.files]
+        return self._used([file.rows.subcolumn("extra_info", name) for file in self.files])
+
+    def column(self, name: str) -> Iterator[tuple[str, Any]]:
+        """Place and value in a column of each used row; None where its file has no such column."""
+        every = [file.rows for file in self.files]
+        return self._used([rows.column(name) if name in rows.columns else [None] * len(rows) for rows in every])
+
+    def _used(self, cells: Sequence[Sequence[Any]]) -> Iterator[tuple[str, Any]]:
         for position in self._kept.tolist():
             number, offset = self._locate(position)
             yield self._place(position), cells[number][offset]

@@ -18,9 +18,9 @@ from verl_like.config.rules import all_rules, idle_lines
 from verl_like.config.schema import Key, find_key, get_value, keys, sections, suggest
 from verl_like.config.spellings import (
     deprecated,
-    newer_than_here,
     no_effect,
     not_yet,
+    refusal,
     renamed,
     says_nothing,
     without_effect,
@@ -54,9 +54,9 @@ def explain(name: str, overrides: Sequence[str] = (), yaml_files: Sequence[Path]
         return [(key, _first_sentence(leaf)) for key, leaf in keys().items() if key.startswith(path + ".")]
     key = find_key(path)
     if key is None:
-        newer = newer_than_here(path)
+        why = refusal(path)
         missing = f"there is no key {name}{(meant := suggest(name))}{_similar(name, meant)}"
-        raise ConfigError([missing if newer is None else f"{name}: not available yet ({newer})"])
+        raise ConfigError([missing if why is None else f"{name}: {why}"])
     tree, changes, _ = compose_tree(overrides, yaml_files)
     config, is_set = to_config(tree), any(find_key(change.key) == key for change in changes)
     followers = followers_of(changes)

@@ -47,7 +47,7 @@ class Sharding:
         device: where the passes run.
         tensor: linear layers to split among the ranks of tensor-parallel groups. A layer is then sharded over the ranks
             that hold the same split, the root over all ranks: each rank of a group has its own part of the root's work.
-        experts: modules of stacked experts, where the mesh has an axis of them: units of their own, in their layers.
+        experts: modules of stacked experts, where the mesh has an axis of them: units of their own beside `layers`.
 
     A rank alone has nobody to add up gradients with: doing it once costs no memory, unless the shards are narrower than
     the sum. On a CPU it keeps the gathered weights as well, as with reshard_after_forward=False: they are a copy, and
@@ -86,28 +86,29 @@ class Sharding:
             "offload_policy": offload,
         }
         own_units = {id(module) for module in experts}
-        for layer in layers:
-            inside = [module for module in layer.modules() if id(module) in own_units]
-            for module in inside:
+        layers = [layer for layer in layers if id(layer) not in own_units]
+        for unit in sorted([*layers, *experts], key=_num_modules):  # inner before outer
+            if id(unit) in own_units:
                 assert mesh.expert is not None
-                weights.fill(module, mesh.expert)
-                spread_experts(module, mesh.expert.group)
+                weights.fill(unit, mesh.expert)
+                spread_experts(unit, mesh.expert.group)
                 # Inputs stay as they are: a router's float32 weights of the chosen experts are among them.
                 policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype, cast_forward_inputs=False)
                 options = {**shared, "mp_policy": policy, "reshard_after_forward": not keep_gathered}
-                fully_shard(module, mesh=mesh.expert.shards, **options)
-            weights.fill(layer)
+                fully_shard(unit, mesh=mesh.expert.shards, **options)
+                continue
+            weights.fill(unit)
             if splitter is not None:
-                splitter.split(layer)
-            fully_shard(layer, mesh=mesh.layers, **shared, reshard_after_forward=not keep_gathered)
+                splitter.split(unit)
+            fully_shard(unit, mesh=mesh.layers, **shared, reshard_after_forward=not keep_gathered)
         if splitter is not None:
             splitter.check_complete()
         weights.fill(model)
         fully_shard(model, mesh=mesh.root, **shared, reshard_after_forward=False)
         self._units: list[nn.Module] = [model, *layers, *experts]
         self.recovers = broken_pass.is_possible(self._units)
-        nested = _holds_any(layers, self._units)
-        self.gathers_the_rest = self.recovers and not nested  # the order of nested ones is another
+        in_order = not experts and not _holds_any(layers, self._units)  # that of nested ones is another
+        self.gathers_the_rest = self.recovers and in_order
         self.reduces_the_rest = (
             self.gathers_the_rest
             and mesh.layers["shard"].size() > 1  # else FSDP2 reduces between replicas alone, which is not noted
@@ -316,6 +317,11 @@ class Sharding:
         Reading a checkpoint into it changes the optimizer.
         """
         return named_states(self.root.named_parameters(), optimizer)
+
+
+def _num_modules(unit: nn.Module) -> int:
+    """Count the modules of a unit: more than in any other unit within it."""
+    return sum(1 for _ in unit.modules())
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

@@ -35,7 +35,7 @@ from verl_like.config.errors import ConfigError, raise_if_any
 from verl_like.config.parser import meant
 from verl_like.config.rules import check
 from verl_like.config.schema import find_key, from_dict, get_value, keys, of_no_home, sections, suggest, to_dict
-from verl_like.config.spellings import Change, canonical, newer_than_here, renamed, rest_of
+from verl_like.config.spellings import Change, canonical, refusal, renamed
 from verl_like.models.adapter_config import adapter_settings
 from verl_like.observe.redaction import HIDDEN, redacted_tree
 from verl_like.observe.run_folder import flat
@@ -508,13 +508,8 @@ def _unknown(change: Change) -> str | None:
         return None
     if change.key in sections():
         return f"{change.key}={change.value!r}: this is a section; set one of its keys, {change.key}.<name>"
-    newer = newer_than_here(change.key)
-    if newer is not None:
-        return f"{change.key}={change.value}: not available yet ({newer})"
-    if rest_of(change.key):
-        rest = rest_of(change.key)[0]
-        rest = "null" if rest is None else rest
-        return f"{change.key}={change.value}: not available yet; set it to {rest}, or leave it out"
+    if why := refusal(change.key):
+        return f"{change.key}={change.value}: {why}"
     return f"unknown key {change.key}{suggest(change.key)}"
 
 

@@ -284,6 +284,14 @@ def test_every_row_names_real_keys():
     ("override", "line"),
     [
         (f"{R}.val_kwargs.min_tokens=999", f"min_tokens=999 with {R}.val_kwargs.max_tokens=None and"),
+        (f"{A}.megatron.pipeline_model_parallel_size=foo", "=foo: give a whole number, at least 1, or leave it out"),
+        (f"{A}.megatron.pipeline_model_parallel_size=-3", "=-3: give a whole number, at least 1, or leave it out"),
+        (
+            f"+{A}.megatron.override_transformer_config.moe_aux_loss_coeff=0.001",
+            "=0.001: not available yet; set it to 0, or leave it out (see actor.router.balance_loss_coef)",
+        ),
+        (f"{A}.megatron.forward_only=True", "=True: not available yet; set it to false, or leave it out (this model"),
+        (f"{A}.megatron.xyz=3", "xyz=3: not available yet (a setting of Megatron's whose effect is not known here"),
         (f"+{R}.trace.backend=weave", f"{R}.trace.backend=weave: not available yet (traces in weave, MLflow or"),
         (f"{R}.multi_turn.enable=True", f"{R}.multi_turn.tool_config_path=None and"),
         (f"{R}.agent.default_agent_loop=tool_agent", f"default_agent_loop=tool_agent with {R}.multi_turn.enable=False"),

@@ -257,6 +257,37 @@ def test_what_megatron_splits_otherwise_is_sharded_by_fsdp_with_a_line_that_says
     assert "FSDP shards the weights over these processes" in loud[0] and "context_parallel_size=2" in loud[0]
 
 
+TENSOR, EXPERTS = f"{A}.megatron.tensor_model_parallel_size", f"{A}.megatron.expert_model_parallel_size"
+CONTEXT, OF_REF = f"{A}.megatron.context_parallel_size", "actor_rollout_ref.ref"
+ROLLOUT = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+
+
+@pytest.mark.parametrize(
+    ("asked", "actor", "reference"),
+    [
+        ({TENSOR: 2, f"{OF_REF}.megatron.context_parallel_size": 2}, 2, 1),
+        ({TENSOR: 2, f"{OF_REF}.megatron.expert_model_parallel_size": 4}, 2, 1),
+        ({TENSOR: 2, f"{OF_REF}.ulysses_sequence_parallel_size": 2}, 2, 1),
+        ({TENSOR: 2, f"{OF_REF}.megatron.context_parallel_size": 1}, 2, None),
+        ({TENSOR: f"${{{ROLLOUT}}}", ROLLOUT: 2, CONTEXT: 2}, 1, None),
+        ({TENSOR: f"${{{ROLLOUT}}}", EXPERTS: 2}, f"${{{ROLLOUT}}}", None),  # 1, as it is not set
+        ({TENSOR: 2, CONTEXT: f"${{oc.select:{ROLLOUT},1}}", ROLLOUT: 2}, 1, None),
+        ({TENSOR: f"${{{CONTEXT}}}", CONTEXT: f"${{{TENSOR}}}"}, f"${{{A}.ulysses_sequence_parallel_size}}", None),
+    ],
+)
+def test_a_role_is_split_once_whoever_says_its_sizes(asked, actor, reference):
+    """The reference follows the actor's tensor size, and what follows another key has that one's size."""
+    changes, lines = canonical([Change(key, value) for key, value in asked.items()])
+    found = {change.key: change.value for change in changes}
+    assert found[f"{F}.tensor_parallel_size"] == actor
+    assert found.get(f"{OF_REF}.fsdp_config.tensor_parallel_size") == reference
+    told = [line for line in lines if line.endswith("same numbers")]
+    assert len(told) == (1 in (actor, reference))
+    for line in told:
+        key, _, other = line.partition(": beside ")
+        assert key.partition("=")[0] in asked and other.partition("=")[0] in asked
+
+
 def test_verls_sections_of_an_override_are_taken_apart():
     key = "actor_rollout_ref.model.override_config"
     given = {"model_config": {"max_position_embeddings": 9}, "moe_config": {"freeze_moe_router": False}}

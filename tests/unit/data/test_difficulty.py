@@ -98,6 +98,19 @@ def test_where_all_are_dropped_the_longest_unseen_come_and_it_is_told() -> None:
     assert own.metrics()["curriculum/early_revisits"] == 3
 
 
+def test_a_pass_that_takes_too_few_is_filled_in_its_order_and_with_dropped_prompts_last() -> None:
+    own = sampler(prior=[0.001, 5.0], revisit_epochs=None)  # new prompts: the dice take next to none
+    order, _ = ResumableSampler(ROWS, shuffle=True, seed=5).draw(ROWS)
+    for number, position in enumerate(order[:30]):
+        tell(own, position, number, 4 if number % 3 == 2 else 0)
+    drawn = own.draw(40)[0]
+    assert [position for position in drawn if position in order[30:]] == order[30:]
+    assert {*order[2:30:3]} < {*drawn}
+    tell(own, order[2], 30, 4)
+    assert own.metrics()["curriculum/early_revisits"] == 0
+    assert [place for place in own.draw(45)[0] if place not in drawn] == [order[k] for k in (0, 1, 3, 4, 6)]
+
+
 def life(own: CurriculumSampler, steps: range, states: dict[int, str]) -> list[Any]:
     """Steps of 6 prompts each, of which the last draw is given back now and then."""
     told: list[Any] = []

@@ -15,7 +15,7 @@ from tests.unit.engine.scenarios import RULE, gradients, my_rows
 from tests.unit.engine.tiny import PolicyLoss, ValueLoss, build_engine, denominators, experience, weights
 from verl_like.batch import Experience
 from verl_like.config.actor import ReplayMode, RouterConfig
-from verl_like.config.fsdp import FSDPConfig
+from verl_like.config.fsdp import FSDPConfig, WrapPolicyConfig
 from verl_like.engine import sharded_model
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.engine.microbatch import Objective
@@ -33,6 +33,15 @@ WAYS: dict[str, dict[str, Any]] = {  # of the first model
     "checkpointed": {"model": {"enable_gradient_checkpointing": True}},
     "keep_gathered": {"fsdp": {"reshard_after_forward": False, "sync_every_micro_batch": False}},
     "lora": {"model": {"lora_rank": 4, "lora_alpha": 8, "exclude_modules": ["experts", "gate"]}},
+    "wrap_attention": {"fsdp": {"wrap_policy": WrapPolicyConfig(transformer_layer_cls_to_wrap=["Qwen3MoeAttention"])}},
+    "wrap_nested": {
+        "fsdp": {
+            "wrap_policy": WrapPolicyConfig(
+                transformer_layer_cls_to_wrap=["Qwen3MoeDecoderLayer", "Qwen3MoeSparseMoeBlock"]
+            )
+        }
+    },
+    "wrap_by_size": {"fsdp": {"wrap_policy": WrapPolicyConfig(min_num_params=3000)}},  # stacks of experts among them
     "router_losses": {"router": RouterConfig(balance_loss_coef=0.7, z_loss_coef=0.05)},
 }
 
@@ -69,7 +78,9 @@ def everything(
     for way in ways:
         engine = engine_of(process, first, size, **WAYS[way])
         found[f"gradients_{way}"] = gradients(engine, my_rows(process, batch, "even"), batch)
-    found["gradients_replayed"] = replayed(engine_of(process, first, size, replay=ReplayMode.R2), batch)
+    engine = engine_of(process, first, size, replay=ReplayMode.R2)
+    found["gradients_idle"] = all_to_two_experts(engine, batch)
+    found["gradients_replayed"] = replayed(engine, batch)
     critic = engine_of(process, first, size, kind="value")
     found["gradients_critic"] = gradients(critic, my_rows(process, batch, "even"), batch, loss=ValueLoss())
     found["held"] = held(engine_of(process, first, size))
@@ -83,6 +94,13 @@ def replayed(engine: FSDPEngine, batch: Experience) -> dict[str, Tensor]:
     for name, parameter in engine.model.named_parameters():
         if name.endswith("gate.weight"):
             parameter.data.neg_()
+    return gradients(engine, mine.replace(routes_T=routes_T, routed_length_B=mine.num_tokens_B()), batch)
+
+
+def all_to_two_experts(engine: FSDPEngine, batch: Experience) -> dict[str, Tensor]:
+    """Gradients where all tokens are sent to experts 0 and 1, so that other owners have none."""
+    mine = my_rows(engine.process, batch, "even")
+    routes_T = torch.tensor([0, 1], dtype=torch.uint8).expand(int(mine.num_tokens_B().sum()), 2, 2)
     return gradients(engine, mine.replace(routes_T=routes_T, routed_length_B=mine.num_tokens_B()), batch)
 
 

@@ -103,22 +103,49 @@ def test_gradients_are_those_of_routes_gathered_from_all_scores(
         assert_same(live, {key: expected[key] for key in live}, 1e-2)
 
 
+def test_the_base_below_adapters_chooses_its_own_routes(process: ProcessInfo, path: str, tmp_path: Path) -> None:
+    """KL(policy with replayed routes || base with its own), by transformers' model: an adapter begins as nothing."""
+    model = {"lora_rank": 4, "lora_alpha": 8, "exclude_modules": ["experts", "gate"]}
+    engine, rows = build_engine(process, path, model=model, **R2), experience(4)
+    routes_T = (torch.arange(int(rows.num_tokens_B().sum()) * 4).view(-1, 2, 2) % 8).to(torch.uint8)
+    rows = rows.replace(routes_T=routes_T, routed_length_B=rows.num_tokens_B())
+    found = engine.forward(rows, want=frozenset({"full_kl"}), rule=CUT)["full_kl"]
+    engine.export_hf(str(tmp_path / "base"))
+    base, policy = (AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32) for _ in range(2))
+    expected = []
+    for row, routes in zip(rows.split([1] * len(rows)), routes_T.split(rows.num_tokens_B().tolist()), strict=True):
+        replay(policy, routes, KINDS["qwen3_moe"])
+        log_p, log_q = log_probs_of(policy, row).detach(), log_probs_of(base, row).detach()
+        expected.append((log_p.exp() * (log_p - log_q)).sum(-1))
+    torch.testing.assert_close(found, torch.cat(expected) * rows.response_mask_T, rtol=1e-4, atol=1e-6)
+    assert float(found.max()) > 1e-3
+
+
 def written_out(model: Any, rows: Experience, kind: str) -> dict[str, Tensor]:
-    routers = [part for part in model.modules() if type(part).__name__.lower().endswith("topkrouter")]
     total = torch.zeros(())
     assert rows.routes_T is not None and rows.routed_length_B is not None
     each = rows.routes_T.split(rows.routed_length_B.tolist())
     for row, routes in zip(rows.split([1] * len(rows)), each, strict=True):
-        for layer, router in enumerate(routers):
-            router.forward = partial(replayed, kind, router, routes[:-1, layer].long())
-        ids = torch.cat([row.prompt_ids_T, row.response_ids_T]).long()[None]
-        logits = model(input_ids=ids[:, :-1]).logits[0, int(row.prompt_length_B) - 1 :, : tiny.VOCAB].log_softmax(-1)
+        replay(model, routes, kind)
+        logits = log_probs_of(model, row)
         chosen = logits.gather(1, row.response_ids_T.long()[:, None])[:, 0]
         entropy = -(logits.exp() * logits).sum(-1)
         terms = -row.advantages_T * chosen - 0.1 * entropy
         total = total + (terms * row.response_mask_T).sum() / denominators(rows).num_tokens
     total.backward()
     return {key: torch.zeros_like(p) if p.grad is None else p.grad.clone() for key, p in model.named_parameters()}
+
+
+def replay(model: Any, routes: Tensor, kind: str) -> None:
+    """Let the routers of transformers' model choose these experts, for the tokens of one row."""
+    routers = [part for part in model.modules() if type(part).__name__.lower().endswith("topkrouter")]
+    for layer, router in enumerate(routers):
+        router.forward = partial(replayed, kind, router, routes[:-1, layer].long())
+
+
+def log_probs_of(model: Any, row: Experience) -> Tensor:
+    ids = torch.cat([row.prompt_ids_T, row.response_ids_T]).long()[None]
+    return model(input_ids=ids[:, :-1]).logits[0, int(row.prompt_length_B) - 1 :, : tiny.VOCAB].log_softmax(-1)
 
 
 def replayed(kind: str, router: Any, chosen: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -49,7 +49,8 @@ def test_nothing_depends_on_the_slices(one: dict[str, Any], path: str, tmp_path:
 def test_slices_cover_every_wanted_token_once() -> None:
     """Ten tokens over three ranks: four each, two of padding at the end; targets cross the cut."""
     rows = tiny.experience(3, max_response=4)
-    whole = packing.pack(rows, packing.response_positions(rows, sampled_only=False), torch.device("cpu"))
+    wanted_T = packing.response_positions(rows, sampled_only=False)
+    whole = packing.pack(rows, wanted_T, torch.device("cpu"), notes_routes=True)
     groups = [SequenceRanks(group=None, size=3, rank=rank) for rank in range(3)]  # type: ignore[arg-type]
     slices = [packing.take_slice(whole, group) for group in groups]
     assert len({part.input_ids.shape for part in slices}) == 1
@@ -62,6 +63,10 @@ def test_slices_cover_every_wanted_token_once() -> None:
     assert sorted(torch.cat([p.targets_N for p in slices]).tolist()) == sorted(whole.targets_N.tolist())
     for part in slices:
         assert part.segments is not None and sum(part.segments.lengths) == 3 * width
+    assert whole.places_S is not None
+    places = torch.stack([part.places_S for part in slices]).T.tolist()  # type: ignore[misc]  # one slice has it, or none
+    there = [[width * rank + place for rank, place in enumerate(row) if place >= 0] for row in places]
+    assert there == [[place] if place >= 0 else [] for place in whole.places_S.tolist()]
 
 
 def test_slices_of_shared_prompts() -> None:

@@ -153,6 +153,19 @@ def test_rows_without_anything_to_train_are_left_out_and_counted(
     assert "1 of 1 rows are left out" in text and "no others are there to train" in text
 
 
+def test_empty_answers_are_trained_and_counted(
+    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [talk("x", ""), GOOD, talk("x", "y", "z", ""), talk("x", "y", "z", "w"), [*talk("x"), *talk("x", "")[1:]]]
+    made = dataset(tokenizer, file := write(tmp_path / "rows.jsonl", *rows))
+    made.check_rows()
+    (told,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert told.startswith("data.train_files: 3 rows have an empty answer, whose end alone is trained")
+    assert told.endswith(f"{file}, row 0, row 2, row 4")
+    (row,) = made.rows(0)
+    assert tokenizer.convert_ids_to_tokens(row.ids[row.trained]) == ["<|im_end|>"]
+
+
 def test_a_long_file_is_looked_at_in_several_processes(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

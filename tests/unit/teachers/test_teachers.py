@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -17,14 +18,19 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from verl_like.batch import PromptRow, Rollouts
-from verl_like.config import DataConfig
-from verl_like.config.distillation import DistillationConfig, TeacherInferenceConfig, TeacherModelConfig
+from verl_like.config import DataConfig, PPOConfig
+from verl_like.config.distillation import (
+    DistillationConfig,
+    DistillationLossConfig,
+    TeacherInferenceConfig,
+    TeacherModelConfig,
+)
 from verl_like.config.errors import RunStopped
 from verl_like.data.chat import PromptEncoder
 from verl_like.data.dataset import PromptDataset
 from verl_like.models.loading import load_tokenizer
 from verl_like.plugins.http_json import TransientError
-from verl_like.plugins.teachers.choice import Teachers, check_rows, with_hints
+from verl_like.plugins.teachers.choice import Teachers, check_rows, check_teachers, with_hints
 from verl_like.plugins.teachers.file import FileTeacher
 from verl_like.plugins.teachers.server import ServerTeacher, likeliest
 
@@ -163,8 +169,10 @@ def scored(name: str, reply: Any) -> list[float]:
 def test_rows_without_hint_or_teacher_are_told_before_the_start(
     tmp_path: Path, tiny_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def dataset(*extra: dict[str, Any]) -> PromptDataset:
+    def dataset(*extra: dict[str, Any], **columns: list[Any]) -> PromptDataset:
         rows = [{"prompt": "1+1=", "extra_info": each} for each in extra]
+        for name, cells in columns.items():
+            rows = [row | {name: cell} for row, cell in zip(rows, cells, strict=True)]
         (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
         return PromptDataset(DataConfig(), str(tmp_path / "rows.jsonl"), load_tokenizer(str(tiny_model)), split="train")
 
@@ -173,12 +181,29 @@ def test_rows_without_hint_or_teacher_are_told_before_the_start(
     assert not list(check_rows(by_topic, dataset({"topic": "a"}, {"topic": "b"})))
     (told,) = check_rows(by_topic, dataset({"topic": "a"}, {"topic": "c"}))
     assert told.startswith("distillation.teacher_key=topic: no teacher has the rows of 'c'; there are those of a, b")
+    for key in ("ability", "agent_name"):
+        by_column = DistillationConfig(enabled=True, teacher_key=key, teacher_models=two)
+        assert not list(check_rows(by_column, dataset({}, {}, **{key: ["a", "b"]})))
+        (told,) = check_rows(by_column, dataset({}, {}, **{key: ["a", None]}))
+        assert told.startswith(f"distillation.teacher_key={key}: no teacher has the rows of ''")
     sole = TeacherModelConfig(model_path="m")
     hints = DistillationConfig(enabled=True, hint_key="hint", teacher_model=sole)
     assert not list(check_rows(hints, dataset({"hint": "x"}, {"hint": ""}, {"hint": "y"})))
     assert "hint_key=hint: 1 of 3 rows have none" in caplog.text and "row 1" in caplog.text
     (told,) = check_rows(hints, dataset({"topic": "a"}, {"topic": "c"}))
     assert told.startswith("distillation.hint_key=hint: no row has this text in extra_info")
+
+
+def test_more_likely_tokens_than_there_are_is_an_error_of_the_start(tiny_model: Path) -> None:
+    facts = SimpleNamespace(tokenizer=load_tokenizer(str(tiny_model)), vision=None)
+    size = len(facts.tokenizer)
+    for k in (size, size + 1):
+        loss = DistillationLossConfig(loss_mode="forward_kl_topk", topk=k)
+        teacher = TeacherModelConfig(model_path=str(tiny_model))
+        config = PPOConfig(distillation=DistillationConfig(enabled=True, teacher_model=teacher, distillation_loss=loss))
+        told = [*check_teachers(config, facts)]
+        assert len(told) == (k > size)
+    assert f"distillation_loss.topk={size + 1}: the vocabulary has {size} tokens; set it to at most {size}" in told[0]
 
 
 def test_a_file_is_looked_up_by_prompt_and_response(tmp_path: Path) -> None:

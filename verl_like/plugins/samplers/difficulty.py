@@ -82,8 +82,11 @@ class CurriculumSampler(ResumableSampler):
         return np.where(_dropped(pool), due, signal / self._best)
 
     def _fresh(self, count: int, *, drop_last: bool) -> list[int]:
-        """Walk on until `count` prompts are taken, none of them twice; passes end inside batches. Where a whole pass
-        has not enough, the rest are those that were scored longest ago."""
+        """Walk on until `count` prompts are taken, none of them twice; passes end inside batches.
+
+        Where a whole pass takes too few, the rest are those that it passed over: fresh ones, then those that were
+        scored longest ago, dropped ones last.
+        """
         rows, walked = list[int](), 0
         while len(rows) < count and walked < self._num_rows:
             if self.position == self._num_rows:
@@ -98,9 +101,12 @@ class CurriculumSampler(ResumableSampler):
             self.position, walked = self.position + passed, walked + passed
         self._walked, self._taken = self._walked + walked, self._taken + len(rows)
         if (missing := count - len(rows)) > 0:
-            oldest = np.argsort(self._last, kind="stable")
-            rows += oldest[~np.isin(oldest, rows)][:missing].tolist()
-            self._early += missing
+            order = np.roll(self._order, -self.position)
+            order = order[~np.isin(order, rows)]
+            dropped = _dropped(self.beliefs(order)[2])
+            best = np.lexsort((self._last[order], dropped))[:missing]  # of equal ones, as the pass goes on
+            rows += order[best].tolist()
+            self._early += int(dropped[best].sum())
         return rows
 
     def _rolled(self) -> np.ndarray:

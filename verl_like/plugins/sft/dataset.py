@@ -159,7 +159,7 @@ class SFTDataset(PromptDataset):
         is left.
         """
         key, kept = f"data.{self.split}_files", list[bool]()
-        report = RowReport(key, len(self), self.sft.max_length, self.data)
+        report = RowReport(key, len(self), self.sft.max_length, self.data, [*self.encoder.special.ids.values()])
         for position, found in self._all_rows():
             place = self._place(position)
             try:

@@ -7,6 +7,8 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from verl_like.config import DataConfig
 from verl_like.config.errors import ConfigError
 from verl_like.plugins.sft.turns import Row
@@ -18,11 +20,11 @@ _NAMED, _TOLD = 3, 5  # rows that are named of each kind, and kinds that are tol
 
 
 class RowReport:
-    """Counts over rows. key: of their files; limit: sft.max_length."""
+    """Counts over rows. key: of their files; limit: sft.max_length; ends: tokens that say nothing."""
 
-    def __init__(self, key: str, num_rows: int, limit: int, data: DataConfig) -> None:
-        self._key, self._num_rows, self._limit, self._data = key, num_rows, limit, data
-        self._faults, self._left_out = Kinds(), Kinds()
+    def __init__(self, key: str, num_rows: int, limit: int, data: DataConfig, ends: Sequence[int]) -> None:
+        self._key, self._num_rows, self._limit, self._data, self._ends = key, num_rows, limit, data, ends
+        self._faults, self._left_out, self._silent = Kinds(), Kinds(), list[str]()
         self._sums, self._longest = Counter[str](), 0
 
     def refuse(self, place: str, error: ValueError) -> bool:
@@ -39,6 +41,8 @@ class RowReport:
         had, has = (sum(int(row.trained[1:].sum()) for row in each) for each in (rows, short))
         tokens = sum(len(row.ids) for row in short) if has else 0
         self._sums.update(kept=has > 0, tokens=tokens, trained=has, cut=had - has)
+        if any(_is_silent(row, self._ends) for row in short):
+            self._silent.append(place)
         lost = f"data.truncation={self._data.truncation} at sft.max_length={self._limit} cuts the answers off"
         return has > 0 or _note(self._left_out, place, lost if had else "no assistant's message is trained")
 
@@ -53,6 +57,9 @@ class RowReport:
             raise ConfigError([f"{left_out}\n     and no others are there to train"])
         if self._left_out:
             logger.warning("%s", left_out)
+        if self._silent:
+            what = "%s: %d rows have an empty answer, whose end alone is trained (leave them out, if not meant): %s"
+            logger.warning(what, self._key, len(self._silent), _named(self._silent))
         if sums["cut"]:
             what = "%s: data.truncation=%s at sft.max_length=%d cuts %d of %d trained tokens off"
             before = sums["cut"] + sums["trained"]
@@ -65,6 +72,12 @@ class RowReport:
         lines = [f"{_named(places)}: {text}" for text, places in most[:_TOLD]]
         number = sum(len(places) for _, places in most)
         return "\n     ".join([f"{self._key}: {number:,} of {self._num_rows:,} rows {what}", *lines])
+
+
+def _is_silent(row: Row, ends: Sequence[int]) -> bool:
+    """True where one of the answers is nothing but its end."""
+    runs = np.split(np.stack([row.ids, row.trained]), np.flatnonzero(np.diff(row.trained)) + 1, axis=1)
+    return any(trained.all() and np.isin(ids, ends).all() for ids, trained in runs)
 
 
 def _note(kinds: Kinds, place: str, text: str) -> bool:

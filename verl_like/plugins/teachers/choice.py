@@ -70,7 +70,7 @@ class Teachers:
 
 def open_teachers(config: PPOConfig, tokenizer: Any, encoder: PromptEncoder, models: Mapping[str, Asked]) -> Teachers:
     """Put the teachers of a run together. models: those that are frozen models of the run, by role."""
-    k, asked = _wanted(config, tokenizer), dict(models)
+    k, asked = _wanted(config), dict(models)
     for role, teacher in config.distillation.teachers().items():
         if teacher.config.log_probs_file is not None:
             asked[role] = FileTeacher(f"{teacher.place}.log_probs_file", teacher.config.log_probs_file, k)
@@ -79,10 +79,10 @@ def open_teachers(config: PPOConfig, tokenizer: Any, encoder: PromptEncoder, mod
     return Teachers(config.distillation, encoder, asked)
 
 
-def _wanted(config: PPOConfig, tokenizer: Any) -> int:
+def _wanted(config: PPOConfig) -> int:
     """Count the likeliest ids of each token that the loss compares; 0: the sampled ones alone."""
     loss = config.distillation.distillation_loss
-    return min(loss.topk, len(tokenizer)) if loss.loss_mode == TOP_K else 0
+    return loss.topk if loss.loss_mode == TOP_K else 0
 
 
 def with_hints(rollouts: Rollouts, key: str, encoder: PromptEncoder) -> Rollouts:
@@ -134,13 +134,16 @@ def _numbers(config: DistillationConfig, values: Iterable[object]) -> list[int]:
 def check_rows(config: DistillationConfig, dataset: Dataset) -> Iterator[str]:
     """Yield what is wrong with rows: one without a teacher, or no row with a hint.
 
-    All are looked at by data_source, and by names of extra_info in files; by others the first is.
+    Of files all are looked at; of a data set of the user's own all by data_source, and the first by other keys.
     """
     key, several = config.teacher_key, config.enabled and len(config.teachers()) > 1
     files = dataset if isinstance(dataset, PromptDataset) else None
     if several and key == "data_source":
         yield from problems_of(lambda: _numbers(config, dict.fromkeys(dataset.domains())))
-    elif several and files is not None and key not in _FIELDS:
+    elif several and files is not None and key in _FIELDS:
+        values = dict.fromkeys(str(cell or "") for _, cell in files.column(key))
+        yield from problems_of(lambda: _numbers(config, values))
+    elif several and files is not None:
         yield from problems_of(lambda: _numbers(config, dict.fromkeys(str(cell) for _, cell in files.extras(key))))
     elif several:
         yield from problems_of(lambda: teacher_numbers(config, [dataset[0][1]]))
@@ -155,6 +158,12 @@ def check_rows(config: DistillationConfig, dataset: Dataset) -> Iterator[str]:
 
 def check_teachers(config: PPOConfig, facts: Any) -> Iterator[str]:
     """Yield what is wrong with the teachers' tokens, kinds, files and servers."""
+    if (k := _wanted(config)) > (most := len(facts.tokenizer)):
+        yield (
+            f"distillation.distillation_loss.topk={k}: the vocabulary has {most} tokens; set it to at most {most}, or "
+            "compare all by distillation.distillation_loss.loss_mode=reverse_kl_full"
+        )
+        return
     for teacher in config.distillation.teachers().values():
         yield from problems_of(partial(_check, config, teacher, facts.tokenizer, facts.vision is not None))
 
@@ -169,7 +178,7 @@ def _check(config: PPOConfig, teacher: Teacher, tokenizer: PreTrainedTokenizerBa
             f"{key}={path}: the policy looks at images, and this model reads text only; name one that sees"
         )
     if teacher.config.log_probs_file is not None:
-        FileTeacher(f"{teacher.place}.log_probs_file", teacher.config.log_probs_file, _wanted(config, tokenizer))
+        FileTeacher(f"{teacher.place}.log_probs_file", teacher.config.log_probs_file, _wanted(config))
     elif not teacher.local:
         own = loss.kd_temperature if loss.loss_mode == TOP_K else None
         temperature = own or config.actor_rollout_ref.rollout.temperature
@@ -179,7 +188,7 @@ def _check(config: PPOConfig, teacher: Teacher, tokenizer: PreTrainedTokenizerBa
                 f"temperature 1, the policy's are at {temperature}; set actor_rollout_ref.rollout.temperature=1, or "
                 "distillation.distillation_loss.kd_temperature=1 with loss_mode=forward_kl_topk"
             )
-        ServerTeacher(teacher, len(tokenizer), _wanted(config, tokenizer)).check()
+        ServerTeacher(teacher, len(tokenizer), _wanted(config)).check()
 
 
 def check_tokenizer(key: str, path: str, teacher: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase) -> None:
