@@ -126,8 +126,9 @@ def _one_split(changes: list[Change]) -> tuple[list[Change], list[str]]:
 
 def _other_split(role: str, given: Mapping[str, Change]) -> Change | None:
     """Setting that gives a role context or expert parallelism; the reference follows the actor where it has none."""
-    for name in ("context_parallel_size", "expert_model_parallel_size"):
-        key = renamed(f"{role}.megatron.{name}")
+    names = ("megatron.context_parallel_size", "megatron.expert_model_parallel_size", "ulysses_sequence_parallel_size")
+    for name in names:
+        key = renamed(f"{role}.{name}")
         change = given.get(key, given.get(key.replace(".ref.", ".actor.")))
         if change is not None and _size(change.value, given) > 1:
             return change

@@ -272,7 +272,7 @@ ROLLOUT = "actor_rollout_ref.rollout.tensor_model_parallel_size"
         ({TENSOR: f"${{{ROLLOUT}}}", ROLLOUT: 2, CONTEXT: 2}, 1, None),
         ({TENSOR: f"${{{ROLLOUT}}}", EXPERTS: 2}, f"${{{ROLLOUT}}}", None),  # 1, as it is not set
         ({TENSOR: 2, CONTEXT: f"${{oc.select:{ROLLOUT},1}}", ROLLOUT: 2}, 1, None),
-        ({TENSOR: f"${{{CONTEXT}}}", CONTEXT: f"${{{TENSOR}}}"}, f"${{{A}.ulysses_sequence_parallel_size}}", None),
+        ({TENSOR: f"${{{CONTEXT}}}", CONTEXT: f"${{{TENSOR}}}"}, f"${{{F}.context_parallel_size}}", None),
     ],
 )
 def test_a_role_is_split_once_whoever_says_its_sizes(asked, actor, reference):
