@@ -4,23 +4,25 @@ The packed tokens [T] are gathered into groups [count, width], padded on the rig
 causal attention needs no mask for that, because padding comes after every real token. A new group costs a call with
 its share of Python and autograd, padding costs work that grows with width squared: `_WASTE` balances the two, as
 measured on a CPU (a call about 230 us forward and backward, a sequence of L tokens about 0.08 us x L^2). Long
-sequences therefore go one by one, short ones in a few calls. Where rows share a prompt, its queries are part of each
-row's call, and their result is read from the row that holds the prompt. The gather also puts the tokens of one
-key-value head together, which is what batched products need.
+sequences therefore go one by one, short ones in a few calls. A row that shares its beginning (prefix_tree.py) has
+keys for its whole path, and queries for its own tokens; in a call with rows that share less it has queries for more of
+them, whose results nobody reads. The gather also puts the tokens of one key-value head together, which is what batched
+products need.
 
 Of short rows on a CPU a group's call is matrix products: queries in blocks, each with the keys that it can see. What
 fused kernels win on a GPU by never writing the scores, they lose there, where their tiles are small: batched products
 over whole blocks are up to 3 times as fast up to 512 tokens (docs/performance.md). Blocks leave out the part of the
 square that causality or a sliding window hides. The weights of a block are kept for the backward pass, so memory grows
-with the square of the row.
+with own tokens x whole row.
 
-Letters: G rows x key-value heads, L tokens, r query heads that share a key-value head, D head size.
+Letters: G rows x key-value heads, L tokens, F of them before the first query, Q = L - F, r query heads that share a
+key-value head, D head size.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -46,21 +48,23 @@ def block_attention(
     window: int | None,
     softcap: float | None,
     sinks_Gr: Tensor | None = None,
+    first: int = 0,
 ) -> Tensor:
-    """Compute softmax(cap(scale q k^T)) v over the tokens that each token sees: [G, L * r, D].
+    """Compute softmax(cap(scale q k^T)) v over the tokens that each token sees: [G, Q * r, D].
 
     Products are in the inputs' dtype; soft-capping and its softmax, and sums over blocks, in float32.
 
     Args:
-        q: queries [G, L * r, D]; a token's r queries stand together.
+        q: queries [G, Q * r, D] of the last tokens; a token's r queries stand together.
         k: keys [G, L, D].
         v: values [G, L, D].
         scale: factor of the scores.
         window: a token sees that many tokens, itself included; None: all before it.
         softcap: c of c * tanh(scores / c); None caps nothing.
         sinks_Gr: one more score for each query, which leads to no value.
+        first: tokens before the first query.
     """
-    return _BlockAttention.apply(q, k, v, scale, window, softcap, sinks_Gr)
+    return _BlockAttention.apply(q, k, v, scale, window, softcap, sinks_Gr, first)
 
 
 class _BlockAttention(torch.autograd.Function):
@@ -74,11 +78,13 @@ class _BlockAttention(torch.autograd.Function):
         window: int | None,
         softcap: float | None,
         sinks_Gr: Tensor | None,
+        before: int,
     ) -> Tensor:
-        repeats = q.shape[1] // k.shape[1]
+        repeats = q.shape[1] // (k.shape[1] - before)
         outputs, kept = [], []
-        for start, end, first in _blocks(k.shape[1], window):
-            q_block, k_seen = q[:, start * repeats : end * repeats], k[:, first:end].transpose(1, 2)
+        for start, end, first in _blocks(k.shape[1], window, before):
+            block = slice((start - before) * repeats, (end - before) * repeats)
+            q_block, k_seen = q[:, block], k[:, first:end].transpose(1, 2)
             hiding = partial(_kept_hiding if end <= _KEPT else _hiding, start, end, first, window, repeats)
             if softcap is None:
                 scores = torch.baddbmm(hiding(q.dtype, q.device), q_block, k_seen, alpha=scale)
@@ -92,20 +98,19 @@ class _BlockAttention(torch.autograd.Function):
             kept.append(weights)
             outputs.append(torch.bmm(weights[..., : end - first], v[:, first:end]))
         ctx.save_for_backward(q, k, v, *kept)
-        ctx.settings = (scale, window, softcap is not None, None if sinks_Gr is None else sinks_Gr.dtype)
+        ctx.settings = (scale, window, softcap is not None, None if sinks_Gr is None else sinks_Gr.dtype, before)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, *kept = ctx.saved_tensors
-        scale, window, capped, sinks_dtype = ctx.settings
-        length, repeats = k.shape[1], q.shape[1] // k.shape[1]
-        blocks = list(_blocks(length, window))
+        scale, window, capped, sinks_dtype, before = ctx.settings
+        repeats, blocks = q.shape[1] // (k.shape[1] - before), list(_blocks(k.shape[1], window, before))
         dtype = k.dtype if len(blocks) == 1 else torch.promote_types(k.dtype, torch.float32)
         grads_q, grad_k, grad_v, grads_sinks = [], _Sum(k, dtype), _Sum(v, dtype), []
         for start, end, first in reversed(blocks):
-            block = slice(start * repeats, end * repeats)
+            block = slice((start - before) * repeats, (end - before) * repeats)
             weights = kept.pop()
             grad_v.add(torch.bmm(weights[..., : end - first].transpose(1, 2), grad[:, block]), first, end)
             grad_weights = torch.bmm(grad[:, block], v[:, first:end].transpose(1, 2))
@@ -121,7 +126,7 @@ class _BlockAttention(torch.autograd.Function):
             grad_k.add(torch.bmm(slope.transpose(1, 2), q[:, block]).mul_(scale), first, end)
         grad_q = grads_q[0] if len(grads_q) == 1 else torch.cat(grads_q[::-1], 1)
         grad_sinks = torch.stack(grads_sinks).sum(0).to(sinks_dtype) if grads_sinks else None
-        return grad_q, grad_k.total(), grad_v.total(), None, None, None, grad_sinks
+        return grad_q, grad_k.total(), grad_v.total(), None, None, None, grad_sinks, None
 
 
 def causal_band(start: int, end: int, first: int, window: int | None, device: torch.device) -> Tensor:
@@ -135,10 +140,13 @@ def causal_band(start: int, end: int, first: int, window: int | None, device: to
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 
-def _blocks(length: int, window: int | None) -> Iterator[tuple[int, int, int]]:
-    """Yield (first query, end of queries, first key) of each block; its keys end with its queries."""
-    count = max(1, round(length / _BLOCK))
-    for start, end in itertools.pairwise(length * i // count for i in range(count + 1)):
+def _blocks(length: int, window: int | None, before: int = 0) -> Iterator[tuple[int, int, int]]:
+    """Yield (first query, end of queries, first key) of each block; its keys end with its queries.
+
+    before: tokens before the first query.
+    """
+    count = max(1, round((length - before) / _BLOCK))
+    for start, end in itertools.pairwise(before + (length - before) * i // count for i in range(count + 1)):
         yield start, end, 0 if window is None else max(0, start - window + 1)
 
 
@@ -175,11 +183,11 @@ class _Sum:
 
 
 _WASTE = 2048  # [tokens^2] padding of one sequence up to which it joins a group
-_PRODUCTS_LENGTH = 512  # [tokens] up to which matrix products are used on a CPU: faster, but memory is quadratic
+_PRODUCTS = 512**2  # [queries x keys] up to which matrix products are used on a CPU: faster, but they need memory
 
 
-def groups_of(segments: Segments) -> Groups:
-    """Layout of these segments; computed once, then kept with them."""
+def groups_of(segments: Segments) -> tuple[Groups, Groups]:
+    """Layout of the queries and of the keys of these segments; computed once, then kept with them."""
     if segments.groups is None:
         segments.groups = _build_groups(segments)
     return segments.groups
@@ -212,23 +220,25 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segme
     """Causal attention inside each segment; [1, heads, T, D] -> [T, heads, D]."""
     how.check()
     window, softcap, dropout = how.window, how.softcap, how.dropout
-    groups, heads = groups_of(segments), key.shape[1]
+    (of_queries, of_keys), heads = groups_of(segments), key.shape[1]
     repeats = query.shape[1] // heads
     scale = query.shape[-1] ** -0.5 if how.scaling is None else how.scaling
     outputs = []
-    laid_out = (groups.lay_out(query, heads, queries=True), groups.lay_out(key, heads), groups.lay_out(value, heads))
+    laid_out = (of_queries.lay_out(query, heads), of_keys.lay_out(key, heads), of_keys.lay_out(value, heads))
     for q, k, v in zip(*laid_out, strict=True):
         banded = window if window is not None and window < k.shape[1] else None
-        if softcap is not None or (not dropout and _by_products(k)) or (how.sinks is not None and k.is_cuda):
+        first = k.shape[1] - q.shape[1] // repeats
+        if softcap is not None or (not dropout and _by_products(k, first)) or (how.sinks is not None and k.is_cuda):
             sinks_Gr = None if how.sinks is None else how.sinks.view(heads, repeats).repeat(len(k) // heads, 1)
-            outputs.append(block_attention(q, k, v, scale, banded, softcap, sinks_Gr))
+            outputs.append(block_attention(q, k, v, scale, banded, softcap, sinks_Gr, first))
         else:
             outputs.append(_by_heads(q, k, v, heads, repeats, scale, banded, dropout, how.sinks))
-    return groups.join(outputs, heads, repeats)
+    return of_queries.join(outputs, heads, repeats)
 
 
-def _by_products(key: Tensor) -> bool:
-    return key.device.type == "cpu" and key.dtype != torch.float16 and key.shape[1] <= _PRODUCTS_LENGTH
+def _by_products(key: Tensor, first: int) -> bool:
+    few = (key.shape[1] - first) * key.shape[1] <= _PRODUCTS
+    return key.device.type == "cpu" and key.dtype != torch.float16 and few
 
 
 def _by_heads(
@@ -243,9 +253,9 @@ def _by_heads(
     sinks: Tensor | None,
 ) -> Tensor:
     """Attention of the shapes of `block_attention`, through SDPA's [count, heads * r, width, D]."""
-    length = k.shape[1]
+    length = q.shape[1] // repeats
     queries = q.view(-1, heads, length, repeats, q.shape[-1]).transpose(2, 3).flatten(1, 2)
-    k, v = (t.view(-1, heads, length, t.shape[-1]) for t in (k, v))
+    k, v = (t.view(-1, heads, t.shape[1], t.shape[-1]) for t in (k, v))
     output = _sdpa(queries, k, v, scale, window, dropout, sinks)
     return output.unflatten(1, (heads, repeats)).transpose(2, 3).reshape(-1, length * repeats, v.shape[-1])
 
@@ -259,7 +269,8 @@ def _sdpa(
     elif shared and q.is_cuda:  # its memory-efficient kernel has no grouped queries
         k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
         shared = False
-    band = None if window is None else causal_band(0, q.shape[2], 0, window, q.device)
+    first, end = k.shape[2] - q.shape[2], k.shape[2]
+    band = causal_band(first, end, 0, window, q.device) if first or window is not None else None
     if sinks is not None:
         k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
         return attend_with_sinks(q, k, v, sinks[:, None], CPUKernel(scale=scale, band=band)).to(dtype)
@@ -268,30 +279,66 @@ def _sdpa(
     ).to(dtype)
 
 
-def _build_groups(segments: Segments) -> Groups:
-    lengths = segments.lengths
-    starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + length)
-    shapes: list[tuple[int, int]] = []
-    order = sorted(range(len(lengths)), key=lambda s: -lengths[s])
-    for s in order:
-        if not shapes or shapes[-1][1] ** 2 - lengths[s] ** 2 > _WASTE:
-            shapes.append((0, lengths[s]))
-        shapes[-1] = (shapes[-1][0] + 1, shapes[-1][1])
-    widths = torch.tensor([width for count, width in shapes for _ in range(count)])
-    start, length = torch.tensor(starts)[order], torch.tensor(lengths)[order]
-    slot_start = widths.cumsum(0) - widths
-    column = torch.arange(int(widths.sum())) - slot_start.repeat_interleave(widths)
-    gather = start.repeat_interleave(widths) + torch.minimum(column, (length - 1).repeat_interleave(widths))
-    if torch.equal(gather, torch.arange(starts[-1])):
-        return Groups(shapes=tuple(shapes), layout=segments.layout)
-    real = column < length.repeat_interleave(widths)
-    slot_K = torch.empty(starts[-1], dtype=torch.int64)
-    slot_K[gather[real]] = torch.arange(len(gather))[real]
-    if segments.layout is None:
-        layout = TokenLayout(gather_K=gather, home_T=slot_K)
-    else:
-        whole = segments.layout.to(torch.device("cpu"))
-        layout = whole.moved(slot_K, whole.gather_K[gather])
-    return Groups(shapes=tuple(shapes), layout=layout)
+def _build_groups(segments: Segments) -> tuple[Groups, Groups]:
+    lengths, layout = segments.lengths, segments.layout
+    calls = _calls(lengths, [n - own for n, own in zip(lengths, segments.own_lengths, strict=True)])
+    rows = [s for members, _, _ in calls for s in members]
+    first, width = torch.tensor([shape[1:] for shape in calls for _ in shape[0]]).unbind(1)
+    length = torch.tensor(lengths)
+    start = (length.cumsum(0) - length)[rows]
+    shapes = tuple((len(members), width) for members, _, width in calls)
+    slot_K, real = _slots(start, length[rows], torch.zeros_like(first), width)
+    if layout is None:
+        plain = torch.equal(slot_K, torch.arange(sum(lengths)))
+        home_T = _positions(slot_K, real)
+        groups = Groups(shapes=shapes, layout=None if plain else TokenLayout(gather_K=slot_K, home_T=home_T))
+        return groups, groups
+    whole = layout.to(torch.device("cpu"))
+    of_keys = TokenLayout.of(whole.gather_K[slot_K].where(real, -1), _positions(slot_K, real)[whole.home_T])
+    slot_K, real = _slots(start, length[rows], first, width)
+    home_T = _positions(slot_K, real, sum(lengths))[whole.home_T]
+    of_queries = TokenLayout(gather_K=whole.gather_K[slot_K], home_T=home_T)
+    fewer = tuple((len(members), width - first) for members, first, width in calls)
+    return Groups(shapes=fewer, layout=of_queries), Groups(shapes=shapes, layout=of_keys)
+
+
+def _calls(lengths: Sequence[int], firsts: Sequence[int]) -> list[tuple[list[int], int, int]]:
+    """Choose the rows of each call, the first token that has a query in it, and its width: the longest first.
+
+    firsts: tokens of each row that need no query.
+    """
+    calls: list[tuple[list[int], int, int]] = []
+    least: list[int] = []  # of each call: the least work of a row, in tokens^2
+    open_calls: list[int] = []
+    for s in sorted(range(len(lengths)), key=lambda s: (-lengths[s], firsts[s])):
+        length, first = lengths[s], firsts[s]
+        if (length - first) * length > _PRODUCTS and 2 * first < length:
+            first = 0  # a kernel that leaves out half of the square has less to do than one with a mask
+        work = length**2 - first**2
+        open_calls = [c for c in open_calls if calls[c][2] ** 2 - length**2 <= _WASTE]
+        for c in open_calls:
+            members, before, width = calls[c]
+            if width**2 - min(before, first) ** 2 - min(least[c], work) <= _WASTE:
+                members.append(s)
+                calls[c], least[c] = (members, min(before, first), width), min(least[c], work)
+                break
+        else:
+            open_calls.append(len(calls))
+            calls.append(([s], first, length))
+            least.append(work)
+    return calls
+
+
+def _slots(start_S: Tensor, length_S: Tensor, first_S: Tensor, width_S: Tensor) -> tuple[Tensor, Tensor]:
+    """List the tokens of each row from `first` to `width`, and which of them are no padding; that repeats the last."""
+    count_S = width_S - first_S
+    column = torch.arange(int(count_S.sum())) + (first_S - count_S.cumsum(0) + count_S).repeat_interleave(count_S)
+    length = length_S.repeat_interleave(count_S)
+    return start_S.repeat_interleave(count_S) + torch.minimum(column, length - 1), column < length
+
+
+def _positions(slot_K: Tensor, real: Tensor, total: int | None = None) -> Tensor:
+    """Find where each token stands among the slots that are no padding."""
+    found = torch.empty(int(real.sum()) if total is None else total, dtype=torch.int64)
+    found[slot_K[real]] = torch.arange(len(slot_K))[real]
+    return found
