@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention import varlen
 from torch.utils.flop_counter import FlopCounterMode
 
-from verl_like.models import attention_groups
+from verl_like.models import attention, attention_groups
 from verl_like.models.attention import packed_attention
 from verl_like.models.attention_groups import groups_of
 from verl_like.models.attention_sinks import attend_with_sinks
@@ -178,6 +179,36 @@ def test_sinks_around_a_kernel_keep_all_gradients(way: str) -> None:
         torch.testing.assert_close(tempting, expected, rtol=0, atol=1e-12)
         found = torch.autograd.grad((tempting * weight).sum(), inputs)
         assert all(float((a - b).abs().max()) > 1e-2 for a, b in zip(found[:2], wanted[:2], strict=True))
+
+
+def varlen_by_mask(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, *_: int, **options: Any) -> Tensor:
+    """What torch's varlen_attn says that it does, written out: a row's queries are the last ones of its keys."""
+    outputs, left = [], options["window_size"][0]
+    k, v = (t.repeat_interleave(HEADS // KV_HEADS, 1) for t in (k, v))
+    for n in range(len(cu_q) - 1):
+        ours, theirs = slice(cu_q[n], cu_q[n + 1]), slice(cu_k[n], cu_k[n + 1])
+        scores = torch.einsum("ihd,jhd->hij", q[ours], k[theirs]) * DIM**-0.5
+        behind = (
+            torch.arange(scores.shape[2]) - (scores.shape[2] - scores.shape[1]) - torch.arange(scores.shape[1])[:, None]
+        )
+        seen = (behind <= 0) & (behind >= (-left if left >= 0 else -len(k)))
+        outputs.append(torch.einsum("hij,jhd->ihd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v[theirs]))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_kernels_of_cuda_are_told_the_same_tree(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+    """Bounds and copies that a varlen kernel gets, through a stand-in for it: output and gradients of the blocks."""
+    monkeypatch.setattr(attention, "flash_attention_version", lambda: None)
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_by_mask)
+    segments, _ = tree_of([20, 31, 44, 44, 50, 12], [(0, 0), (0, 15), (1, 31), (1, 28), (2, 40), (0, 3)])
+    q, k, v = tokens(sum(segments.own_lengths))
+    how = attention_groups.Scoring(window=window)
+    outputs = [attend(q, k, v, segments, how) for attend in (attention._varlen, attention_groups.grouped_attention)]
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-12)
+    gradients = [torch.autograd.grad(out.square().sum(), (q, k, v)) for out in outputs]
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("window", [None, 40])

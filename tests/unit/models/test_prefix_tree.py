@@ -52,7 +52,7 @@ def distinct_beginnings(rows: Rows) -> int:
     return len({tuple(ids[: n + 1]) for ids in whole for n in range(len(ids))})
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(rows=trees(), data=st.data())
 def test_each_beginning_is_packed_once_and_on_every_path(rows: Rows, data: st.DataObject) -> None:
     batch = sequences(rows)
@@ -95,24 +95,36 @@ def agents(turns: int = 4, forks: int = 3) -> Sequences:
     return sequences(rows)
 
 
-MODELS = [
-    ("qwen2", {"num_attention_heads": 4, "num_key_value_heads": 2}),
-    ("mistral", {"sliding_window": 5}),
-]
-
-
-@pytest.mark.parametrize(("architecture", "changes"), MODELS)
-def test_forks_equal_transformers_row_by_row(tmp_path: Path, architecture: str, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [("qwen2", {"num_attention_heads": 4, "num_key_value_heads": 2}), ("mistral", {"sliding_window": 5})],
+)
+def test_trees_equal_transformers_row_by_row(tmp_path: Path, architecture: str, changes: dict[str, Any]) -> None:
     model = build(tiny.model_folder(tmp_path, architecture, **changes), packed=True).double().train()
     reference: Any = AutoModelForCausalLM.from_config(copy.deepcopy(model.hf.config), attn_implementation="eager")
     reference.double().load_state_dict(model.hf.state_dict())
-    rows = agents()
-    with in_float64():
-        expected = log_probs_row_by_row(reference, rows)
-        wanted = gradients(reference, expected)
-        found = packed_log_probs(model, rows, share=True)
-        assert float((found - expected).detach().abs().max()) < 1e-10
-        assert_equal_gradients(gradients(model, found), wanted)
+
+    def compare(rows: Sequences) -> None:
+        with in_float64():
+            expected = log_probs_row_by_row(reference, rows)
+            wanted = gradients(reference, expected)
+            found = packed_log_probs(model, rows, share=True)
+            assert float((found - expected).detach().abs().max()) < 1e-10
+            assert_equal_gradients(gradients(model, found), wanted)
+
+    compare(agents())
+    settings(max_examples=8, deadline=None)(given(rows=trees())(lambda rows: compare(sequences(rows))))()
+
+
+def test_a_step_of_agents_in_float32_has_the_gradient_of_rows_apart(tmp_path: Path) -> None:
+    path, rows = tiny.model_folder(tmp_path, initializer_range=0.02), agents(turns=6, forks=4)
+    model = build(path, packed=True).train()
+    found = [gradients(model, packed_log_probs(model, rows, share=share).double()) for share in (True, False)]
+    squares = [
+        sum(float(t.double().square().sum()) for t in each)
+        for each in zip(*([found[0][name] - wanted, wanted] for name, wanted in found[1].items()), strict=True)
+    ]
+    assert (squares[0] / squares[1]) ** 0.5 < 1e-6
 
 
 def test_rows_of_other_kinds_have_nothing_in_common() -> None:
