@@ -11,7 +11,7 @@ from torch import Tensor
 from verl_like.models.attention import flash_attention_version, packed_attention
 from verl_like.models.attention_groups import Scoring, grouped_attention
 from verl_like.models.packing import Segments
-from verl_like.models.shared_prompts import shared_layout
+from verl_like.models.prefix_tree import path_layout, paths
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 LENGTHS = [1, 700, 33, 2049, 256]
@@ -25,12 +25,12 @@ def test_values_and_gradients(heads: int, kv_heads: int, dim: int, window: int |
 
 
 @pytest.mark.parametrize("window", [None, 40])
-def test_rows_that_share_prompts(window: int | None) -> None:
-    """Prompts of 300 and 70 tokens with four and two responses: fewer queries than keys, masks aligned at the end."""
-    length_S = torch.tensor([301, 330, 420, 900, 71, 200])
-    prompt_S, first_S = torch.tensor([300] * 4 + [70] * 2), torch.tensor([0, 0, 0, 0, 4, 4])
-    own_S = length_S - torch.where(first_S != torch.arange(6), prompt_S, 0)
-    layout = shared_layout(length_S, prompt_S, first_S, own_S.cumsum(0) - own_S)
+def test_rows_that_begin_alike(window: int | None) -> None:
+    """Four rows of a prompt of 300 tokens, the third a branch of the second, and two of 70: fewer queries than keys,
+    masks aligned at the end."""
+    length_S, shared_S = torch.tensor([301, 330, 420, 900, 71, 200]), torch.tensor([0, 300, 325, 300, 0, 70])
+    own_S = length_S - shared_S
+    layout = path_layout(paths(length_S, shared_S, [0, 0, 1, 0, 4, 4]), shared_S.tolist())
     segments = Segments(length_S.tolist(), torch.device("cuda"), own_lengths=own_S.tolist(), layout=layout)
     _compare(segments, 8, 2, 64, window, None)
 

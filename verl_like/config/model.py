@@ -74,8 +74,8 @@ class ModelConfig(ConfigNode):
     use_remove_padding: bool = True
     """Pack sequences without padding. False: the padded reference path."""
     share_prompts: bool = True
-    """With packed sequences: rows of a micro-batch that answer the same prompt compute it once (verl's
-    actor.use_prefix_grouper)."""
+    """With packed sequences: what several rows of a micro-batch begin with is computed once, a prompt and all further
+    tokens that they have in common (verl's actor.use_prefix_grouper, for prompts)."""
     use_liger: bool = False
     """CUDA, with the package liger-kernel: Liger's kernels for RMSNorm, rotary embedding and MLP."""
     use_lean_ops: bool = True

@@ -13,8 +13,8 @@ from torch import Tensor
 from verl_like.batch import Denominators, Metric, Sequences
 from verl_like.engine.train_engine import LossFn
 from verl_like.heartbeat import span
-from verl_like.models.shared_prompts import shared_prefixes
-from verl_like.parallel.balance import PromptsOfRows, micro_batches
+from verl_like.models.prefix_tree import beginnings, shared_rows
+from verl_like.parallel.balance import micro_batches
 from verl_like.parallel.dist import all_reduce_max
 
 if TYPE_CHECKING:
@@ -36,10 +36,10 @@ def cut(batch: Batch, rule: MicroBatchRule, *, share_prompts: bool) -> list[tupl
     """Cut rows into micro-batches: (row positions, rows) of each, None where this rank has run out of rows.
 
     Collective: every rank returns the same number, so that all take part in the same collectives of the sharded model.
-    share_prompts: rows with equal prompts are packed with one of them, and kept together for that.
+    share_prompts: what rows begin with is packed once, and they are kept together for that.
     """
-    prompts = prompts_of(batch) if share_prompts and rule.max_tokens is not None else None
-    index = micro_batches(batch.num_tokens_B().tolist(), rule, prompts)
+    shared = shared_rows(batch) if share_prompts and rule.max_tokens is not None else None
+    index = micro_batches(batch.num_tokens_B().tolist(), rule, shared)
     count = all_reduce_max(len(index))
     parts: list[tuple[list[int], Batch] | None] = [(rows, batch.select(rows)) for rows in index]
     return parts + [None] * (count - len(parts))
@@ -48,12 +48,6 @@ def cut(batch: Batch, rule: MicroBatchRule, *, share_prompts: bool) -> list[tupl
 def told(part: tuple[list[int], Sequences] | None) -> AbstractContextManager[None]:
     """Tell the watchdog that a micro-batch that `cut` returned is running inside, and how large it is."""
     return span("micro-batch", amount=0 if part is None else sum(part[1].num_tokens_B().tolist()))
-
-
-def prompts_of(batch: Sequences) -> PromptsOfRows:
-    """Find the rows that begin alike, and the number of tokens they share."""
-    numbers, shared_B = shared_prefixes(batch)
-    return PromptsOfRows(numbers=numbers, costs=shared_B.tolist())
 
 
 def set_apart(batch: Batch, apart_B: Tensor | None) -> tuple[Batch, Batch | None]:
@@ -65,8 +59,8 @@ def set_apart(batch: Batch, apart_B: Tensor | None) -> tuple[Batch, Batch | None
 
 
 def computed_tokens(batch: Sequences) -> int:
-    """Count the tokens of the rows, each prompt once."""
-    return int(prompts_of(batch).total(range(len(batch)), batch.num_tokens_B().tolist()))
+    """Count the tokens of the rows, each beginning that several have once."""
+    return int(batch.num_tokens_B().sum()) - sum(beginnings(batch).common)
 
 
 def fill_metrics(
@@ -79,7 +73,7 @@ def fill_metrics(
     """Metrics of the cut into micro-batches.
 
     perf/micro_batches (of the rank with most), the share of the token budget that they use, the share of the tokens
-    that needed no computation because their prompt was shared, and of those without backward pass (`watched` rows).
+    that needed no computation because another row begins with them, and of those without backward pass (`watched`).
     """
     rows = [part[1] for part in parts if part is not None]
     whole = [int(part.num_tokens_B().sum()) for part in rows]

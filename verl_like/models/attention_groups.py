@@ -4,27 +4,25 @@ The packed tokens [T] are gathered into groups [count, width], padded on the rig
 causal attention needs no mask for that, because padding comes after every real token. A new group costs a call with
 its share of Python and autograd, padding costs work that grows with width squared: `_WASTE` balances the two, as
 measured on a CPU (a call about 230 us forward and backward, a sequence of L tokens about 0.08 us x L^2). Long
-sequences therefore go one by one, short ones in a few calls. Where rows share a prompt, its queries are part of each
-row's call, and their result is read from the row that holds the prompt. The gather also puts the tokens of one
-key-value head together, which is what batched products need.
+sequences therefore go one by one, short ones in a few calls. A row that shares its beginning (prefix_tree.py) has
+keys for its whole path, and queries for its own tokens; in a call with rows that share less it has queries for more of
+them, whose results nobody reads. The gather also puts the tokens of one key-value head together, which is what batched
+products need.
 
 Of short rows on a CPU a group's call is matrix products: queries in blocks, each with the keys that it can see. What
 fused kernels win on a GPU by never writing the scores, they lose there, where their tiles are small: batched products
 over whole blocks are up to 3 times as fast up to 512 tokens (docs/performance.md). Blocks leave out the part of the
 square that causality or a sliding window hides. The weights of a block are kept for the backward pass, so memory grows
-with the square of the row.
+with own tokens x whole row.
 
-A row's queries may be its last tokens alone, where another row asks for those before (a shared prompt) or another rank
-does (context parallelism).
-
-Letters: G rows x key-value heads, L tokens, A of them that ask (the last), r query heads that share a key-value head,
-D head size.
+Letters: G rows x key-value heads, L tokens, F of them before the first query, Q = L - F, r query heads that share a
+key-value head, D head size.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -46,27 +44,27 @@ def block_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    repeats: int,
     scale: float,
     window: int | None,
     softcap: float | None,
     sinks_Gr: Tensor | None = None,
+    first: int = 0,
 ) -> Tensor:
-    """Compute softmax(cap(scale q k^T)) v over the tokens that each token sees: [G, A * r, D].
+    """Compute softmax(cap(scale q k^T)) v over the tokens that each token sees: [G, Q * r, D].
 
     Products are in the inputs' dtype; soft-capping and its softmax, and sums over blocks, in float32 at least.
 
     Args:
-        q: queries [G, A * r, D]; a token's r queries stand together.
+        q: queries [G, Q * r, D] of the last tokens; a token's r queries stand together.
         k: keys [G, L, D].
         v: values [G, L, D].
-        repeats: r.
         scale: factor of the scores.
         window: a token sees that many tokens, itself included; None: all before it.
         softcap: c of c * tanh(scores / c); None caps nothing.
         sinks_Gr: one more score for each query, which leads to no value.
+        first: tokens before the first query.
     """
-    return _BlockAttention.apply(q, k, v, repeats, scale, window, softcap, sinks_Gr)
+    return _BlockAttention.apply(q, k, v, scale, window, softcap, sinks_Gr, first)
 
 
 class _BlockAttention(torch.autograd.Function):
@@ -76,18 +74,17 @@ class _BlockAttention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        repeats: int,
         scale: float,
         window: int | None,
         softcap: float | None,
         sinks_Gr: Tensor | None,
+        before: int,
     ) -> Tensor:
+        repeats = q.shape[1] // (k.shape[1] - before)
         outputs, kept = [], []
-        blocks = list(_blocks(k.shape[1], window, asking=q.shape[1] // repeats))
-        before = blocks[0][0]
-        for start, end, first in blocks:
-            q_block = q[:, (start - before) * repeats : (end - before) * repeats]
-            k_seen = k[:, first:end].transpose(1, 2)
+        for start, end, first in _blocks(k.shape[1], window, before):
+            block = slice((start - before) * repeats, (end - before) * repeats)
+            q_block, k_seen = q[:, block], k[:, first:end].transpose(1, 2)
             hiding = partial(_kept_hiding if end <= _KEPT else _hiding, start, end, first, window, repeats)
             if softcap is None:
                 scores = torch.baddbmm(hiding(q.dtype, q.device), q_block, k_seen, alpha=scale)
@@ -102,15 +99,15 @@ class _BlockAttention(torch.autograd.Function):
             kept.append(weights)
             outputs.append(torch.bmm(weights[..., : end - first], v[:, first:end]))
         ctx.save_for_backward(q, k, v, *kept)
-        ctx.settings = (blocks, repeats, scale, softcap is not None, None if sinks_Gr is None else sinks_Gr.dtype)
+        ctx.settings = (scale, window, softcap is not None, None if sinks_Gr is None else sinks_Gr.dtype, before)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, *kept = ctx.saved_tensors
-        blocks, repeats, scale, capped, sinks_dtype = ctx.settings
-        before = blocks[0][0]
+        scale, window, capped, sinks_dtype, before = ctx.settings
+        repeats, blocks = q.shape[1] // (k.shape[1] - before), list(_blocks(k.shape[1], window, before))
         dtype = k.dtype if len(blocks) == 1 else torch.promote_types(k.dtype, torch.float32)
         grads_q, grad_k, grad_v, grads_sinks = [], _Sum(k, dtype), _Sum(v, dtype), []
         for start, end, first in reversed(blocks):
@@ -130,7 +127,7 @@ class _BlockAttention(torch.autograd.Function):
             grad_k.add(torch.bmm(slope.transpose(1, 2), q[:, block]).mul_(scale), first, end)
         grad_q = grads_q[0] if len(grads_q) == 1 else torch.cat(grads_q[::-1], 1)
         grad_sinks = torch.stack(grads_sinks).sum(0).to(sinks_dtype) if grads_sinks else None
-        return grad_q, grad_k.total(), grad_v.total(), None, None, None, None, grad_sinks
+        return grad_q, grad_k.total(), grad_v.total(), None, None, None, grad_sinks, None
 
 
 def causal_band(start: int, end: int, first: int, window: int | None, device: torch.device) -> Tensor:
@@ -144,10 +141,13 @@ def causal_band(start: int, end: int, first: int, window: int | None, device: to
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 
-def _blocks(length: int, window: int | None, asking: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (first query, end of queries, first key) of each block; its keys end with its queries."""
-    count, before = max(1, round(asking / _BLOCK)), length - asking
-    for start, end in itertools.pairwise(before + asking * i // count for i in range(count + 1)):
+def _blocks(length: int, window: int | None, before: int = 0) -> Iterator[tuple[int, int, int]]:
+    """Yield (first query, end of queries, first key) of each block; its keys end with its queries.
+
+    before: tokens before the first query.
+    """
+    count = max(1, round((length - before) / _BLOCK))
+    for start, end in itertools.pairwise(before + (length - before) * i // count for i in range(count + 1)):
         yield start, end, 0 if window is None else max(0, start - window + 1)
 
 
@@ -184,11 +184,11 @@ class _Sum:
 
 
 _WASTE = 2048  # [tokens^2] padding of one sequence up to which it joins a group
-_PRODUCTS_LENGTH = 512  # [tokens] up to which matrix products are used on a CPU: faster, but memory is quadratic
+_PRODUCTS = 512**2  # [queries x keys] up to which matrix products are used on a CPU: faster, but they need memory
 
 
 def groups_of(segments: Segments) -> tuple[Groups, Groups]:
-    """Layouts of the queries and of the keys of these segments; computed once, then kept with them."""
+    """Layout of the queries and of the keys of these segments; computed once, then kept with them."""
     if segments.groups is None:
         segments.groups = _build_groups(segments)
     return segments.groups
@@ -221,23 +221,25 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segme
     """Causal attention inside each segment; [1, heads, T, D] -> [T, heads, D]."""
     how.check()
     window, softcap, dropout = how.window, how.softcap, how.dropout
-    (queries, keys), heads = groups_of(segments), key.shape[1]
+    (of_queries, of_keys), heads = groups_of(segments), key.shape[1]
     repeats = query.shape[1] // heads
     scale = query.shape[-1] ** -0.5 if how.scaling is None else how.scaling
     outputs = []
-    laid_out = (queries.lay_out(query, heads, queries=True), keys.lay_out(key, heads), keys.lay_out(value, heads))
+    laid_out = (of_queries.lay_out(query, heads), of_keys.lay_out(key, heads), of_keys.lay_out(value, heads))
     for q, k, v in zip(*laid_out, strict=True):
         banded = window if window is not None and window < k.shape[1] else None
-        if softcap is not None or (not dropout and _by_products(k)) or (how.sinks is not None and k.is_cuda):
+        first = k.shape[1] - q.shape[1] // repeats
+        if softcap is not None or (not dropout and _by_products(k, first)) or (how.sinks is not None and k.is_cuda):
             sinks_Gr = None if how.sinks is None else how.sinks.view(heads, repeats).repeat(len(k) // heads, 1)
-            outputs.append(block_attention(q, k, v, repeats, scale, banded, softcap, sinks_Gr))
+            outputs.append(block_attention(q, k, v, scale, banded, softcap, sinks_Gr, first))
         else:
             outputs.append(_by_heads(q, k, v, heads, repeats, scale, banded, dropout, how.sinks))
-    return queries.join(outputs, heads, repeats)
+    return of_queries.join(outputs, heads, repeats)
 
 
-def _by_products(key: Tensor) -> bool:
-    return key.device.type == "cpu" and key.dtype != torch.float16 and key.shape[1] <= _PRODUCTS_LENGTH
+def _by_products(key: Tensor, first: int) -> bool:
+    few = (key.shape[1] - first) * key.shape[1] <= _PRODUCTS
+    return key.device.type == "cpu" and key.dtype != torch.float16 and few
 
 
 def _by_heads(
@@ -252,11 +254,11 @@ def _by_heads(
     sinks: Tensor | None,
 ) -> Tensor:
     """Attention of the shapes of `block_attention`, through SDPA's [count, heads * r, width, D]."""
-    asking = q.shape[1] // repeats
-    queries = q.view(-1, heads, asking, repeats, q.shape[-1]).transpose(2, 3).flatten(1, 2)
-    k, v = (t.view(-1, heads, t.shape[1], t.shape[2]) for t in (k, v))
+    length = q.shape[1] // repeats
+    queries = q.view(-1, heads, length, repeats, q.shape[-1]).transpose(2, 3).flatten(1, 2)
+    k, v = (t.view(-1, heads, t.shape[1], t.shape[-1]) for t in (k, v))
     output = _sdpa(queries, k, v, scale, window, dropout, sinks)
-    return output.unflatten(1, (heads, repeats)).transpose(2, 3).reshape(-1, asking * repeats, v.shape[-1])
+    return output.unflatten(1, (heads, repeats)).transpose(2, 3).reshape(-1, length * repeats, v.shape[-1])
 
 
 def _sdpa(
@@ -268,9 +270,8 @@ def _sdpa(
     elif shared and q.is_cuda:  # its memory-efficient kernel has no grouped queries
         k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
         shared = False
-    asking, length = q.shape[2], k.shape[2]
-    whole = window is None and asking == length
-    band = None if whole else causal_band(length - asking, length, 0, window, q.device)
+    first, end = k.shape[2] - q.shape[2], k.shape[2]
+    band = causal_band(first, end, 0, window, q.device) if first or window is not None else None
     if sinks is not None:
         k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
         return attend_with_sinks(q, k, v, sinks[:, None], CPUKernel(scale=scale, band=band)).to(dtype)
@@ -280,48 +281,71 @@ def _sdpa(
 
 
 def _build_groups(segments: Segments) -> tuple[Groups, Groups]:
-    length_S = torch.tensor(segments.lengths)
-    before_S = length_S - torch.tensor(segments.own_lengths)  # tokens that do not ask
-    lengths, before = length_S.tolist(), before_S.tolist()
-    order = sorted(range(len(lengths)), key=lambda s: (-lengths[s], before[s]))
-    groups: list[list[int]] = []
-    for s in order:
-        longest = groups[-1][0] if groups else s
-        added = lengths[longest] ** 2 - lengths[s] ** 2 + lengths[longest] * abs(before[s] - before[longest])
-        if not groups or added > _WASTE:
-            groups.append([])
-        groups[-1].append(s)
-    columns = [(len(group), min(before[s] for s in group), lengths[group[0]]) for group in groups]
-    from_start = [(count, 0, width) for count, _, width in columns]
-    keys = _laid_out(from_start, order, torch.zeros_like(before_S), length_S, segments.layout)
-    return (keys if segments.layout is None else _laid_out(columns, order, before_S, length_S, None)), keys
-
-
-def _laid_out(
-    columns: list[tuple[int, int, int]], order: list[int], first_S: Tensor, end_S: Tensor, layout: TokenLayout | None
-) -> Groups:
-    """Lay the tokens first ... end - 1 of each row out in columns of its group; columns without one repeat another.
-
-    Args:
-        columns: (count of rows, first column, end of columns) of each group.
-        order: rows as the groups take them.
-        first_S: of each row.
-        end_S: of each row.
-        layout: finds these tokens in the packed input; None: they are the packed input.
-    """
-    start_S = (end_S - first_S).cumsum(0) - end_S  # of the row's first column, had the input all before `first`
-    count_G, first_G, end_G = torch.tensor(columns).T
-    end_R, width_R = (of_group.repeat_interleave(count_G) for of_group in (end_G, end_G - first_G))
-    row_K = torch.tensor(order).repeat_interleave(width_R)
-    column_K = torch.arange(len(row_K)) + (end_R - width_R.cumsum(0)).repeat_interleave(width_R)
-    position_K = torch.minimum(column_K.maximum(first_S[row_K]), end_S[row_K] - 1)
-    gather_K, real_K = start_S[row_K] + position_K, column_K == position_K
-    shapes = tuple((count, end - first) for count, first, end in columns)
-    if torch.equal(gather_K, torch.arange(int(real_K.sum()))):
-        return Groups(shapes=shapes, layout=layout)
-    slot_T = torch.empty(int(real_K.sum()), dtype=torch.int64)
-    slot_T[gather_K[real_K]] = real_K.nonzero()[:, 0]
+    lengths, layout = segments.lengths, segments.layout
+    before = [n - own for n, own in zip(lengths, segments.own_lengths, strict=True)]
+    calls = _calls(lengths, before)
+    rows = [s for members, _, _ in calls for s in members]
+    first, width = torch.tensor([shape[1:] for shape in calls for _ in shape[0]]).unbind(1)
+    length = torch.tensor(lengths)
+    start = (length.cumsum(0) - length)[rows]
+    shapes = tuple((len(members), width) for members, _, width in calls)
+    none = torch.zeros_like(first)
+    slot_K, real = _slots(start, length[rows], none, width, none)
     if layout is None:
-        return Groups(shapes=shapes, layout=TokenLayout(gather_K=gather_K, home_T=slot_T))
+        plain = torch.equal(slot_K, torch.arange(sum(lengths)))
+        home_T = _positions(slot_K, real)
+        groups = Groups(shapes=shapes, layout=None if plain else TokenLayout(gather_K=slot_K, home_T=home_T))
+        return groups, groups
     whole = layout.to(torch.device("cpu"))
-    return Groups(shapes=shapes, layout=whole.moved(slot_T, whole.gather_K[gather_K]))
+    of_keys = TokenLayout.of(whole.gather_K[slot_K].where(real, -1), _positions(slot_K, real)[whole.home_T])
+    own_start = (torch.tensor(segments.own_lengths).cumsum(0) - length)[rows]  # had the input all tokens of the row
+    slot_K, real = _slots(own_start, length[rows], first, width, torch.tensor(before)[rows])
+    of_queries = TokenLayout(gather_K=slot_K, home_T=_positions(slot_K, real))
+    fewer = tuple((len(members), width - first) for members, first, width in calls)
+    return Groups(shapes=fewer, layout=of_queries), Groups(shapes=shapes, layout=of_keys)
+
+
+def _calls(lengths: Sequence[int], firsts: Sequence[int]) -> list[tuple[list[int], int, int]]:
+    """Choose the rows of each call, the first token that has a query in it, and its width: the longest first.
+
+    firsts: tokens of each row that need no query.
+    """
+    calls: list[tuple[list[int], int, int]] = []
+    least: list[int] = []  # of each call: the least work of a row, in tokens^2
+    open_calls: list[int] = []
+    for s in sorted(range(len(lengths)), key=lambda s: (-lengths[s], firsts[s])):
+        length, first = lengths[s], firsts[s]
+        if (length - first) * length > _PRODUCTS and 2 * first < length:
+            first = 0  # a kernel that leaves out half of the square has less to do than one with a mask
+        work = length**2 - first**2
+        open_calls = [c for c in open_calls if calls[c][2] ** 2 - length**2 <= _WASTE]
+        for c in open_calls:
+            members, before, width = calls[c]
+            if width**2 - min(before, first) ** 2 - min(least[c], work) <= _WASTE:
+                members.append(s)
+                calls[c], least[c] = (members, min(before, first), width), min(least[c], work)
+                break
+        else:
+            open_calls.append(len(calls))
+            calls.append(([s], first, length))
+            least.append(work)
+    return calls
+
+
+def _slots(start_S: Tensor, length_S: Tensor, first_S: Tensor, width_S: Tensor, own_S: Tensor) -> tuple[Tensor, Tensor]:
+    """List the tokens of each row from `first` to `width`, and which of them are its own; others repeat one of these.
+
+    own_S: the first token of each row that is its own; the last is the row's last one.
+    """
+    count_S = width_S - first_S
+    column = torch.arange(int(count_S.sum())) + (first_S - count_S.cumsum(0) + count_S).repeat_interleave(count_S)
+    own, length = own_S.repeat_interleave(count_S), length_S.repeat_interleave(count_S)
+    token = torch.minimum(column.maximum(own), length - 1)
+    return start_S.repeat_interleave(count_S) + token, column == token
+
+
+def _positions(slot_K: Tensor, real: Tensor) -> Tensor:
+    """Find where each token stands among the slots that are its own."""
+    found = torch.empty(int(real.sum()), dtype=torch.int64)
+    found[slot_K[real]] = torch.arange(len(slot_K))[real]
+    return found

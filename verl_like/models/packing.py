@@ -2,8 +2,8 @@
 
 Packed: all rows one after the other in [1, T], positions restart at every row, no padding token anywhere. A row's last
 token is left out, because nothing is predicted from it. Rows travel shortest first, so that equal lengths are
-neighbours (attention on CPUs then takes them in one call); the answers go back to the order of the batch. Rows with the
-same prompt can share it (shared_prompts.py): then the shortest of them holds it, and the others hold what comes after.
+neighbours (attention on CPUs then takes them in one call); the answers go back to the order of the batch. Rows can
+share what they begin with (prefix_tree.py): then the shortest of them holds it, and the others hold what comes after.
 Padded: one row each, right padded. This is the reference path of tests and benchmarks.
 
 Letters: b rows, P prompt, R response, T packed tokens, S segments (= rows), N tokens whose output is wanted.
@@ -22,9 +22,9 @@ from torch import Tensor
 
 from verl_like.batch import MediaHandle, Sequences
 from verl_like.flat_columns import on_rows, take_rows
+from verl_like.models.prefix_tree import beginnings, branches, path_layout, paths
 from verl_like.models.routes import unknown
-from verl_like.models.shared_prompts import first_rows, shared_layout, shared_prefixes
-from verl_like.models.token_layout import Groups, TokenLayout, layout_of
+from verl_like.models.token_layout import Groups, TokenLayout
 from verl_like.parallel.context import ContextRanks, SeenKeys, chunk_places
 
 if TYPE_CHECKING:
@@ -36,9 +36,9 @@ class Segments:
     """Bounds of the sequences of a packed [1, T] input.
 
     lengths: tokens of each sequence, which are the keys that its last token sees.
-    own_lengths: its tokens in the packed input, the last of the sequence; fewer where it shares its prompt.
+    own_lengths: its tokens in the packed input, the last of the sequence; fewer where it shares its beginning.
     layout: finds the tokens of the whole sequences in the packed input. None: they are the packed input.
-    holders: the sequence that holds the beginning which each shares; its own number where it shares none.
+    holders: the sequence that holds the token before the own ones of each; its own number where it shares none.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Segments:
         seen_K = torch.cat(slots) if self.layout is None else self.layout.gather_K.cpu()[torch.cat(slots)]
         seen_U, number_K = torch.unique(seen_K, return_inverse=True)
         home_U = torch.full_like(seen_U, len(seen_K)).scatter_reduce(0, number_K, torch.arange(len(seen_K)), "amin")
-        layout, lengths = layout_of(number_K, home_U), [*map(len, slots)]
+        layout, lengths = TokenLayout.of(number_K, home_U), [*map(len, slots)]
         part = Segments(lengths, self.cu_seqlens.device, own_lengths=asking, layout=layout)
         part.heads, part.seen = ranks.heads, SeenKeys.of(seen_U, total, context)
         return part
@@ -175,7 +175,7 @@ def pack(
         batch: the rows.
         wanted_T: bool; marks the response tokens whose output is wanted.
         device: where the input goes.
-        share_prompts: keep once what several rows begin with (`shared_prefixes`).
+        share_prompts: keep once what several rows begin with (prefix_tree.py).
         vision: image processor of a vision-language model.
         notes_routes: for `ModelInput.routes_of_rows`.
     """
@@ -183,26 +183,21 @@ def pack(
     length_B = (batch.num_tokens_B() - 1).clamp(min=1)
     order = torch.sort(length_B, stable=True).indices
     rows, length_S, prompt_S = batch.select(order), length_B[order], batch.prompt_length_B[order]
-    numbers, shared_S = shared_prefixes(rows) if share_prompts else (range(len(rows)), prompt_S)
-    first_S = first_rows(numbers)
-    shares_S = first_S != torch.arange(len(rows))
-    left_out_S = torch.where(shares_S, shared_S, 0)  # tokens at the start that another row holds
-    own_S = length_S - left_out_S
-    start_S = own_S.cumsum(0) - own_S
+    holder_S, left_out_S = range(len(rows)), torch.zeros_like(length_S)  # tokens at the start that another row holds
+    if share_prompts:
+        holder_S, counts = branches(beginnings(rows))
+        left_out_S = torch.tensor(counts)
+    path_S = paths(length_S, left_out_S, holder_S)
     tokens, position = _real_tokens(rows)
-    row = torch.arange(len(rows)).repeat_interleave(rows.num_tokens_B())
-    places_S = None
-    if notes_routes:
-        holder = torch.where(position < left_out_S[row], first_S[row], row)
-        places_S = (start_S - left_out_S)[holder] + position
-        places_S = torch.where(position < length_S[row], places_S, -1)
-        places_S = take_rows(places_S, rows.num_tokens_B(), torch.argsort(order).tolist())
+    num_tokens = rows.num_tokens_B()
+    row = torch.arange(len(rows)).repeat_interleave(num_tokens)
     kept = (position < length_S[row]) & (position >= left_out_S[row])
+    place = torch.full_like(position, -1)  # of each token of the rows in the packed input
+    place[position < length_S[row]] = torch.cat(path_S)
+    places_S = take_rows(place, num_tokens, torch.argsort(order).tolist()) if notes_routes else None
     places_T = take_rows(torch.arange(len(wanted_T)), batch.response_length_B, order.tolist())  # of rows, in the batch
     chosen_N, row_N, column_N = _wanted(wanted_T[places_T], rows)
-    position_N = prompt_S[row_N] - 1 + column_N
-    holder_N = torch.where(position_N < left_out_S[row_N], first_S[row_N], row_N)
-    select_N = start_S[holder_N] + position_N - left_out_S[holder_N]
+    select_N = place[(num_tokens.cumsum(0) - num_tokens)[row_N] + prompt_S[row_N] - 1 + column_N]
     position_ids, images = position[kept][None], None
     if vision is not None:
         axes, features, media = vision.together(_with_media(rows))
@@ -212,7 +207,7 @@ def pack(
         input_ids=tokens[kept][None],
         position_ids=position_ids,
         attention_mask=None,
-        segments=_segments(length_S, own_S, shared_S, first_S, start_S),
+        segments=_segments(path_S, left_out_S.tolist(), holder_S),
         select_N=select_N,
         targets_N=rows.response_ids_T[chosen_N].long(),
         out_N=places_T[chosen_N],
@@ -235,15 +230,19 @@ def _wanted(wanted_T: Tensor, rows: Sequences) -> tuple[Tensor, Tensor, Tensor]:
     return chosen_N, row_N, chosen_N - (length_B.cumsum(0) - length_B)[row_N]
 
 
-def _segments(length_S: Tensor, own_S: Tensor, shared_S: Tensor, first_S: Tensor, start_S: Tensor) -> Segments:
-    if torch.equal(own_S, length_S):
-        return Segments(length_S.tolist(), length_S.device)
-    asks = own_S > 0  # a row that shares and has one response token has nothing to compute
-    number_S = asks.cumsum(0) - 1
-    holder_S = number_S[first_S[asks]]
-    layout, lengths = shared_layout(length_S[asks], shared_S[asks], holder_S, start_S[asks]), length_S[asks].tolist()
-    own_lengths = own_S[asks].tolist()
-    return Segments(lengths, length_S.device, own_lengths=own_lengths, layout=layout, holders=holder_S.tolist())
+def _segments(path_S: Sequence[Tensor], shared_S: Sequence[int], holder_S: Sequence[int]) -> Segments:
+    lengths, device = [len(path) for path in path_S], path_S[0].device
+    if not any(shared_S):
+        return Segments(lengths, device)
+    asks = [
+        s for s, shared in enumerate(shared_S) if shared < lengths[s]
+    ]  # others have nothing of their own to compute
+    number = {s: i for i, s in enumerate(asks)}
+    path_S, shared_S, lengths = ([of_rows[s] for s in asks] for of_rows in (path_S, shared_S, lengths))
+    own_lengths = [length - shared for length, shared in zip(lengths, shared_S, strict=True)]
+    holders = [number[holder_S[s]] for s in asks]
+    layout = path_layout(path_S, shared_S)
+    return Segments(lengths, device, own_lengths=own_lengths, layout=layout, holders=holders)
 
 
 def pad(

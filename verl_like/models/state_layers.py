@@ -4,16 +4,18 @@ Only two functions of such a layer look beyond one token, the convolution and th
 treat each token for itself. So these two alone are exchanged in a loaded model's mixers, and everything else of the
 layer sees the packed tokens [1, T], as attention, MLP and head do.
 
-Rows are cut into pieces (`pieces_of`): a prompt that several rows share is one, and what each row has of its own goes
-on from the state behind it, which is computed once and branched. A convolution gets every piece behind the few inputs
-before it: those that end its prompt, or zeros at the start of a row. A scan gets pieces of like length as the rows of
-one call, padded inside it: the pieces that others go on from on the left, with zeros, which leave the empty state
-empty; all others on the right, where nothing comes after. Where transformers found the kernels of
-flash-linear-attention, pieces stay packed and the kernel is given their bounds.
+A convolution gets the own tokens of every row behind the few inputs before them: those on its path (prefix_tree.py), or
+zeros at the start of a row. For scans, rows are cut into pieces (`pieces_of`): what a set of rows begins with is one,
+and the rest of each row's path goes on from the state behind it, which is computed once and branched. Where some of
+them share more than that, the scan alone goes through it for each: further branchings would be calls one after the
+other, each with a few short rows. A scan gets pieces of like length as the rows of one call, padded inside it: the
+pieces that others go on from on the left, with zeros, which leave the empty state empty; all others on the right, where
+nothing comes after. Where transformers found the kernels of flash-linear-attention, the kernel is given the pieces'
+bounds instead.
 
-Mamba 1 (jamba): its scan takes no state to begin with, so there alone a shared prompt is scanned again for each row.
+Mamba 1 (jamba): its scan takes no state to begin with, so there alone every row's whole path is scanned.
 
-Letters: T packed tokens, K slots of a layout, n pieces of one call, L their longest.
+Letters: T packed tokens, K tokens of all whole rows one after the other, n pieces of one call, L their longest.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from verl_like.models.token_layout import TokenLayout, layout_of
+from verl_like.models.token_layout import TokenLayout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -166,9 +168,9 @@ def _is_kernel(function: Callable[..., Any]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Neighbouring packed tokens of one row, or of the prompt of several.
+    """Neighbouring tokens of a whole row; the first ones of a row may stand for those of several.
 
-    start: its first packed token.
+    start: its first token among those of all whole rows.
     parent: number of the piece that it goes on from.
     """
 
@@ -178,24 +180,53 @@ class Piece:
 
 
 def pieces_of(segments: Segments) -> list[Piece]:
-    """Cut the packed tokens: shared prompts, and what each row has of its own. Parents come before their children."""
-    shared = {holder: length - own for s, (holder, length, own) in enumerate(_rows(segments)) if holder != s}
+    """Cut the rows: what a set of them begins with, and what comes after it in each. Parents come first."""
     pieces: list[Piece] = []
-    prompts: dict[int, int] = {}
-    start = 0
-    for s, (holder, _, own) in enumerate(_rows(segments)):
-        skipped = shared.get(s, 0)
-        if skipped:
-            prompts[s] = len(pieces)
-            pieces.append(Piece(start=start, length=skipped))
-        if own > skipped:  # a holder whose response has one token ends with its prompt
-            pieces.append(Piece(start=start + skipped, length=own - skipped, parent=prompts.get(holder)))
-        start += own
+    parents: dict[int, int] = {}
+    for s, (start, (top, begin)) in enumerate(zip(_starts(segments), _sets(segments), strict=True)):
+        if begin and top == s:
+            parents[s] = len(pieces)
+            pieces.append(Piece(start=start, length=begin))
+        length = segments.lengths[s] - begin
+        if length:  # none where a response of one token ends with its prompt
+            pieces.append(Piece(start=start + begin, length=length, parent=parents.get(top)))
     return pieces
+
+
+def _sets(segments: Segments) -> list[tuple[int, int]]:
+    """Choose the rows that branch from one state: the first row of each one's set, and the tokens that it begins with.
+
+    Two sets become one where more tokens need no scan then, from the longest beginnings to the shortest. A set's first
+    row holds the tokens of its beginning, or has them from outside; the others have nothing of their own in it.
+    """
+    rows = list(_rows(segments))
+    top, size, begin = list(range(len(rows))), [1] * len(rows), [0] * len(rows)
+
+    def first_of(s: int) -> int:
+        return s if top[s] == s else first_of(top[s])
+
+    shared = [(length - own, s) for s, (holder, length, own) in enumerate(rows) if holder != s]
+    for count, s in sorted(shared, reverse=True):
+        a, b = sorted((first_of(s), first_of(rows[s][0])))
+        if (size[a] + size[b] - 1) * count > (size[a] - 1) * begin[a] + (size[b] - 1) * begin[b]:
+            top[b], begin[a], size[a] = a, count, size[a] + size[b]
+    return [(first_of(s), begin[first_of(s)]) for s in range(len(rows))]
 
 
 def _rows(segments: Segments) -> Iterator[tuple[int, int, int]]:
     return zip(segments.holders, segments.lengths, segments.own_lengths, strict=True)
+
+
+def _starts(segments: Segments) -> list[int]:
+    """Number of each row's first token among those of all whole rows."""
+    return list(itertools.accumulate(segments.lengths[:-1], initial=0))
+
+
+def _whole(segments: Segments) -> TokenLayout:
+    """Layout of the whole rows, on the CPU."""
+    number = torch.arange(sum(segments.lengths))
+    layout = segments.layout
+    return TokenLayout(gather_K=number, home_T=number) if layout is None else layout.to(torch.device("cpu"))
 
 
 def _kept(segments: Segments, key: tuple[Any, ...], build: Callable[..., Any], device: torch.device) -> Any:
@@ -206,22 +237,18 @@ def _kept(segments: Segments, key: tuple[Any, ...], build: Callable[..., Any], d
 
 
 def _behind_context(segments: Segments, device: torch.device, width: int) -> tuple[TokenLayout, Tensor]:
-    """Layout of every piece behind the `width` tokens before it, and the slots before a row's start: bool [K]."""
-    pieces = pieces_of(segments)
+    """Layout of every row's own tokens behind the `width` before them, and the slots before a row's start: bool [K]."""
+    gather_K = _whole(segments).gather_K
     slots: list[Tensor] = []
     homes: list[Tensor] = []
     slot = 0
-    for piece in pieces:  # in packed order
-        before = torch.full((width,), -1)
-        if piece.parent is not None:
-            parent = pieces[piece.parent]
-            context = parent.start + torch.arange(parent.length)[-width:]
-            before[width - len(context) :] = context
-        slots += [before, piece.start + torch.arange(piece.length)]
-        homes.append(slot + width + torch.arange(piece.length))
-        slot += width + piece.length
+    for start, (_, length, own) in zip(_starts(segments), _rows(segments), strict=True):
+        before = gather_K[start + max(0, length - own - width) : start + length]
+        slots += [torch.full((width + own - len(before),), -1), before]
+        homes.append(slot + width + torch.arange(own))
+        slot += width + own
     token_K, home_T = torch.cat(slots), torch.cat(homes)
-    return layout_of(token_K, home_T).to(device), (token_K < 0).to(device)
+    return TokenLayout.of(token_K, home_T).to(device), (token_K < 0).to(device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,38 +321,28 @@ def _plan(segments: Segments, device: torch.device, chunk: int, branches: bool, 
     """Plan the calls of a scan.
 
     chunk: the scan rounds rows up to whole ones of so many tokens.
-    branches: it takes a state to begin with; otherwise each row is scanned whole, its prompt too.
+    branches: it takes a state to begin with; otherwise each row's whole path is scanned.
     flat: it takes bounds of packed pieces.
     """
-    pieces = pieces_of(segments) if branches else _whole_rows(segments)
+    starts, lengths = _starts(segments), segments.lengths
+    rows = [Piece(start=start, length=length) for start, length in zip(starts, lengths, strict=True)]
+    pieces = pieces_of(segments) if branches else rows
     parents = {piece.parent for piece in pieces if piece.parent is not None}
     groups = _groups(pieces, parents, chunk, flat)
-    calls: list[_Call] = []
-    gathers: list[Tensor] = []
-    home_T, slot = torch.empty(sum(piece.length for piece in pieces), dtype=torch.int64), 0
-    for members in groups:
-        call, gather, real = _call([pieces[i] for i in members], not parents.isdisjoint(members), flat, device)
-        home_T[gather[real]] = slot + real.nonzero()[:, 0]
-        calls.append(call)
-        gathers.append(gather)
-        slot += len(gather)
-    gather_K = torch.cat(gathers)
-    layout: TokenLayout | None = TokenLayout(gather_K=gather_K, home_T=home_T)
-    if not branches and segments.layout is not None:
-        shared = segments.layout.to(torch.device("cpu"))
-        layout = shared.moved(home_T, shared.gather_K[gather_K])
-    elif torch.equal(gather_K, torch.arange(len(home_T))):
+    made = [_call([pieces[i] for i in part], not parents.isdisjoint(part), flat, device) for part in groups]
+    calls = [call for call, _, _ in made]
+    slot_K, real = torch.cat([slots for _, slots, _ in made]), torch.cat([real for _, _, real in made])
+    whole, place_K = _whole(segments), torch.empty(sum(lengths), dtype=torch.int64)
+    place_K[slot_K[real]] = real.nonzero()[:, 0]
+    token_K, home_T = whole.gather_K[slot_K], place_K[whole.home_T]
+    layout: TokenLayout | None = TokenLayout.of(token_K.where(real, -1), home_T)
+    if torch.equal(token_K, torch.arange(len(home_T))):
         layout = None
     given = [i for members, call in zip(groups, calls, strict=True) if call.gives for i in members]
     begins = [given.index(p) for members in groups for i in members if (p := pieces[i].parent) is not None]
     number_G = torch.arange(len(given))
-    states = layout_of(torch.cat([number_G, torch.tensor(begins)]), number_G).to(device) if begins else None
+    states = TokenLayout.of(torch.cat([number_G, torch.tensor(begins)]), number_G).to(device) if begins else None
     return ScanPlan(calls=calls, layout=None if layout is None else layout.to(device), states=states)
-
-
-def _whole_rows(segments: Segments) -> list[Piece]:
-    starts = itertools.accumulate(segments.lengths, initial=0)
-    return [Piece(start=start, length=length) for start, length in zip(starts, segments.lengths, strict=False)]
 
 
 def _groups(pieces: Sequence[Piece], parents: set[int], chunk: int, flat: bool) -> list[list[int]]:
@@ -348,7 +365,7 @@ def _groups(pieces: Sequence[Piece], parents: set[int], chunk: int, flat: bool) 
 
 
 def _call(pieces: Sequence[Piece], gives: bool, flat: bool, device: torch.device) -> tuple[_Call, Tensor, Tensor]:
-    """Make one call: the call, the packed token of each slot, int64 [slots], and which slots are their token's own."""
+    """Make one call: the call, the token of each slot, int64 [slots], and which slots are no padding."""
     start_n = torch.tensor([piece.start for piece in pieces])[:, None]
     length_n = torch.tensor([piece.length for piece in pieces])[:, None]
     width, goes_on = int(length_n.max()), pieces[0].parent is not None

@@ -1,6 +1,6 @@
-"""Layout of packed tokens in slots, for batched attention calls (`Groups`) and for shared prompts.
+"""Layout of packed tokens in slots, for batched attention calls (`Groups`) and for rows that begin alike.
 
-Batched calls take rows of similar length. A shared prompt is present once for each row that reads it.
+Batched calls take rows of similar length. What rows begin with in common is present once for each row that reads it.
 
 The rows of a GRPO group answer one prompt. Packed, that prompt is there once, so every linear layer computes it once;
 attention alone needs its keys and values in front of each response. A layout copies them there, and adds up what comes
@@ -29,21 +29,36 @@ class TokenLayout:
     copied_C: Tensor | None = None  # packed tokens with further slots, those with most first
     further: tuple[Tensor, ...] = ()  # their second slots, third slots ...: each covers the first so many of copied_C
 
-    def spread(self, packed: Tensor, *, queries: bool = False) -> Tensor:
-        """Copy packed tokens into their slots: [T, ...] -> [K, ...].
+    @classmethod
+    def of(cls, token_K: Tensor, home_T: Tensor) -> TokenLayout:
+        """Make the layout of slots that hold these tokens, -1 for one that nobody reads.
 
-        queries: only home slots are read afterwards, so that only they return gradient.
+        All other slots of a token return their gradient to it.
         """
-        return _Spread.apply(packed, self, not queries)
+        copied = token_K >= 0
+        copied[home_T] = False
+        slots = copied.nonzero()[:, 0]
+        tokens, order = torch.sort(token_K[slots], stable=True)
+        slots = slots[order]
+        copied_C, number, count_C = torch.unique_consecutive(tokens, return_inverse=True, return_counts=True)
+        most_first = torch.argsort(count_C, descending=True, stable=True)
+        place_C = torch.argsort(most_first)
+        nth = torch.arange(len(tokens)) - (count_C.cumsum(0) - count_C)[number]
+        by_place = torch.argsort(nth * len(count_C) + place_C[number])  # all second slots, all third ones ...
+        return cls(
+            gather_K=token_K.clamp(min=0),
+            home_T=home_T,
+            copied_C=copied_C[most_first] if len(copied_C) else None,
+            further=tuple(slots[by_place].split(torch.bincount(nth).tolist())) if len(copied_C) else (),
+        )
+
+    def spread(self, packed: Tensor) -> Tensor:
+        """Copy packed tokens into their slots: [T, ...] -> [K, ...]. Home slots and `further` ones return gradient."""
+        return _Spread.apply(packed, self)
 
     def collect(self, slots: Tensor) -> Tensor:
         """Read packed tokens from their home slots: [K, ...] -> [T, ...]."""
         return _Collect.apply(slots, self)
-
-    def moved(self, slot_K: Tensor, gather_P: Tensor) -> TokenLayout:
-        """Layout of the same tokens in another order: slot k becomes slot `slot_K[k]`; `gather_P` as `gather_K`."""
-        further = tuple(slot_K[slots] for slots in self.further)
-        return TokenLayout(gather_K=gather_P, home_T=slot_K[self.home_T], copied_C=self.copied_C, further=further)
 
     def split(self, spot_KH: Tensor) -> TokenLayout:
         """Layout of (token, head) pairs: pair h of slot k stands in slot `spot_KH[k, h]`.
@@ -79,30 +94,10 @@ class TokenLayout:
         return TokenLayout(gather_K=gather_K, home_T=home_T, copied_C=copied, further=tuple(further))
 
 
-def layout_of(token_K: Tensor, home_T: Tensor) -> TokenLayout:
-    """Layout of slots that hold these tokens, -1 for none that is read; all slots of a token return its gradient."""
-    copied = token_K >= 0
-    copied[home_T] = False
-    slots = copied.nonzero()[:, 0]
-    tokens, order = torch.sort(token_K[slots], stable=True)
-    slots = slots[order]
-    copied_C, number, count_C = torch.unique(tokens, return_inverse=True, return_counts=True)
-    most_first = torch.argsort(count_C, descending=True, stable=True)
-    place_C = torch.argsort(most_first)
-    nth = torch.arange(len(tokens)) - (count_C.cumsum(0) - count_C)[number]
-    further = slots[torch.argsort(nth * len(copied_C) + place_C[number])].split(torch.bincount(nth).tolist())
-    return TokenLayout(
-        gather_K=token_K.clamp(min=0),
-        home_T=home_T,
-        copied_C=copied_C[most_first] if len(copied_C) else None,
-        further=further if len(copied_C) else (),
-    )
-
-
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, packed: Tensor, layout: TokenLayout, add_copies: bool) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.layout, ctx.add_copies = layout, add_copies
+    def forward(ctx: Any, packed: Tensor, layout: TokenLayout) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.layout = layout
         return packed.index_select(0, layout.gather_K)
 
     @staticmethod
@@ -110,12 +105,12 @@ class _Spread(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         layout: TokenLayout = ctx.layout
         result = grad.index_select(0, layout.home_T)
-        if ctx.add_copies and layout.copied_C is not None:
+        if layout.copied_C is not None:
             total = result.index_select(0, layout.copied_C).to(_sum_dtype(grad))
             for slots in layout.further:
                 total[: len(slots)] += grad.index_select(0, slots)
             result.index_copy_(0, layout.copied_C, total.to(grad.dtype))
-        return result, None, None
+        return result, None
 
 
 class _Collect(torch.autograd.Function):
@@ -164,7 +159,7 @@ class Groups:
             start += size
         return torch.cat(spots)
 
-    def lay_out(self, packed: Tensor, heads: int, *, queries: bool = False) -> tuple[Tensor, ...]:
+    def lay_out(self, packed: Tensor, heads: int) -> tuple[Tensor, ...]:
         """Lay out [1, r * heads, T, D] as one [count * heads, width * r, D] a group.
 
         A token's r queries of one key-value head stand together.
@@ -173,7 +168,7 @@ class Groups:
         repeats, dim = tokens.shape[1] // heads, tokens.shape[2]
         rows, layout = tokens.reshape(-1, repeats * dim), self.for_heads(heads, packed.device)
         if layout is not None:
-            rows = layout.spread(rows, queries=queries)
+            rows = layout.spread(rows)
         parts = rows.split([count * width * heads for count, width in self.shapes])
         pairs = zip(parts, self.shapes, strict=True)
         return tuple(part.view(count * heads, width * repeats, dim) for part, (count, width) in pairs)

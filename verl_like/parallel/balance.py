@@ -10,8 +10,8 @@ others that fill the rest best (a subset sum), large ones preferred; the better 
 minimum bin slack (Gupta and Ho, A new heuristic algorithm for the one-dimensional bin-packing problem, 1999; from
 memory).
 
-With `model.share_prompts` a prompt counts once wherever its rows travel together. Groups are kept whole where that
-costs nothing, and cut where a budget or the balance of the ranks asks for it; each part then needs the prompt again.
+With `model.share_prompts` what rows begin with counts once wherever they travel together. Groups are kept whole where
+that costs nothing, and cut where a budget or the balance of the ranks asks for it; each part then needs it again.
 """
 
 from __future__ import annotations
@@ -104,49 +104,62 @@ _EVEN = (1.0, 1.01, 1.03, 1.06, 1.12)  # of the mean: how full the fullest micro
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PromptsOfRows:
-    """Prompts of rows: which rows have the same one, and its cost (tokens, or operations)."""
+class SharedRows:
+    """Costs of what rows begin with in common (tokens, or operations).
 
-    numbers: Sequence[int]  # equal for rows with the same prompt
-    costs: Sequence[float]  # of each row's prompt: saved where another row of the same prompt is there already
+    place: of each row in an order in which rows that begin alike are neighbours.
+    common: by place, the cost of what the row there and the one before it begin with; saved where both are computed.
+    number: of each row, equal for those of one group: they stay together where that costs nothing.
+    """
+
+    place: Sequence[int]
+    common: Sequence[float]
+    number: Sequence[int]
 
     def total(self, rows: Sequence[int], costs: Sequence[float]) -> float:
-        """Cost of these rows together; `costs` are those of each row alone, prompt included."""
-        repeated = sum(self.costs[i] for i in rows) - sum({self.numbers[i]: self.costs[i] for i in rows}.values())
-        return sum(costs[i] for i in rows) - repeated
+        """Cost of these rows together; `costs` are those of each row alone."""
+        places = sorted(self.place[i] for i in rows)
+        return sum(costs[i] for i in rows) - sum(self._between(a, b) for a, b in itertools.pairwise(places))
+
+    def shared(self, row: int, other: int) -> float:
+        """Cost of what two rows begin with."""
+        return self._between(*sorted((self.place[row], self.place[other])))
+
+    def _between(self, a: int, b: int) -> float:
+        return self.common[b] if b == a + 1 else min(self.common[a + 1 : b + 1])
 
     def groups(self, rows: Sequence[int]) -> list[list[int]]:
-        """Group the rows by prompt, in order of first appearance."""
+        """Group the rows: groups in order of first appearance, their rows with those that begin alike as neighbours."""
         found: dict[int, list[int]] = {}
         for i in rows:
-            found.setdefault(self.numbers[i], []).append(i)
-        return list(found.values())
+            found.setdefault(self.number[i], []).append(i)
+        return [sorted(group, key=self.place.__getitem__) for group in found.values()]
 
 
-def fill_budget(rows: Sequence[int], tokens: Sequence[int], prompts: PromptsOfRows, budget: int) -> list[list[int]]:
+def fill_budget(rows: Sequence[int], tokens: Sequence[int], shared: SharedRows, budget: int) -> list[list[int]]:
     """Pack rows into micro-batches of at most `budget` tokens, about equally full.
 
-    `tokens[i]` <= budget includes row i's prompt.
+    `tokens[i]` <= budget is the whole row.
     """
     if not rows:
         return []
-    groups = prompts.groups(rows)
-    filled = _fill(groups, tokens, prompts, budget)
-    mean = sum(prompts.total(part, tokens) for part in filled) / len(filled)
+    groups = shared.groups(rows)
+    filled = _fill(groups, tokens, shared, budget)
+    mean = sum(shared.total(part, tokens) for part in filled) / len(filled)
     longest = max(tokens[i] for i in rows)
     for slack in _EVEN:
         capacity = max(int(mean * slack) + 1, longest)
         if capacity >= budget:
             break
-        even = _fill(groups, tokens, prompts, capacity)
+        even = _fill(groups, tokens, shared, capacity)
         if len(even) <= len(filled):
             return even
     return filled
 
 
-def divide_groups(costs: Sequence[float], prompts: PromptsOfRows, num_parts: int) -> list[list[list[int]]]:
+def divide_groups(costs: Sequence[float], shared: SharedRows, num_parts: int) -> list[list[list[int]]]:
     """Ways to cut the rows into units for `num_parts` ranks: whole groups, halves, quarters ... single rows."""
-    groups = prompts.groups(range(len(costs)))
+    groups = shared.groups(range(len(costs)))
     ways, largest, pieces = [], max((len(group) for group in groups), default=0), 1
     while pieces < largest and num_parts > 1:
         ways.append([part for group in groups for part in _slices(group, pieces)])
@@ -159,10 +172,10 @@ def _slices(group: list[int], pieces: int) -> list[list[int]]:
     return [group[a:b] for a, b in itertools.pairwise(bounds) if b > a]
 
 
-def _fill(groups: list[list[int]], tokens: Sequence[int], prompts: PromptsOfRows, capacity: int) -> list[list[int]]:
-    """Take the largest group that fits, again and again; then parts of groups, while they are worth their prompt."""
-    waiting = {g: sorted(group, key=lambda i: -tokens[i]) for g, group in enumerate(groups)}
-    sizes = sorted((prompts.total(group, tokens), g) for g, group in waiting.items())
+def _fill(groups: list[list[int]], tokens: Sequence[int], shared: SharedRows, capacity: int) -> list[list[int]]:
+    """Take the largest group that fits, again and again; then parts of groups, while worth what they repeat."""
+    waiting = dict(enumerate(groups))
+    sizes = sorted((shared.total(group, tokens), g) for g, group in waiting.items())
     bins: list[list[int]] = []
     while sizes:
         chosen: list[int] = []
@@ -173,14 +186,14 @@ def _fill(groups: list[list[int]], tokens: Sequence[int], prompts: PromptsOfRows
                 size, g = sizes.pop(at)
                 part = waiting.pop(g)
             else:
-                g, part = _best_part([g for _, g in sizes[:_SEARCHED]], waiting, tokens, prompts, room)
-                if not part or (chosen and _own(part, tokens, prompts) < prompts.costs[part[0]]):
+                g, part = _best_part(sizes[:_SEARCHED], waiting, tokens, shared, room)
+                left = _without(waiting[g], part)
+                whole, size, rest = (shared.total(rows, tokens) for rows in (waiting[g], part, left))
+                if not part or (chosen and whole - rest < size + rest - whole):
                     break
-                sizes.remove((prompts.total(waiting[g], tokens), g))
-                taken = set(part)
-                waiting[g] = [i for i in waiting[g] if i not in taken]
-                bisect.insort(sizes, (prompts.total(waiting[g], tokens), g))
-                size = prompts.total(part, tokens)
+                sizes.remove((whole, g))
+                waiting[g] = left
+                bisect.insort(sizes, (rest, g))
             chosen += part
             room -= size
         bins.append(sorted(chosen))
@@ -188,67 +201,85 @@ def _fill(groups: list[list[int]], tokens: Sequence[int], prompts: PromptsOfRows
 
 
 def _best_part(
-    candidates: list[int], waiting: dict[int, list[int]], tokens: Sequence[int], prompts: PromptsOfRows, room: float
+    candidates: list[tuple[float, int]],
+    waiting: dict[int, list[int]],
+    tokens: Sequence[int],
+    shared: SharedRows,
+    room: float,
 ) -> tuple[int, list[int]]:
-    """Find the group whose longest rows, as far as they fit, leave the least room; and those rows."""
-    best: tuple[float, int, list[int]] = (0.0, -1, [])
-    for g in candidates:
-        prompt = prompts.costs[waiting[g][0]]
-        left, part = room - prompt, []
-        for i in waiting[g]:
-            if tokens[i] - prompt <= left:
-                part.append(i)
-                left -= tokens[i] - prompt
-        own = _own(part, tokens, prompts)
-        if part and (own > best[0] or not best[2]):
-            best = (own, g, part)
+    """Find the group whose rows, as far as they fit, leave the group with least to do; and those rows.
+
+    Tried are the longest rows and those that begin most alike. candidates: (tokens, group).
+    """
+    best: tuple[float, int, list[int]] = (0.0, candidates[0][1], [])
+    for size, g in candidates:
+        for order in (waiting[g], sorted(waiting[g], key=lambda i: -tokens[i])):
+            part = _fitting(order, tokens, shared, room)
+            fresh = size - shared.total(_without(waiting[g], part), tokens)
+            if part and (fresh > best[0] or not best[2]):
+                best = (fresh, g, part)
     return best[1], best[2]
 
 
-def _own(part: Sequence[int], tokens: Sequence[int], prompts: PromptsOfRows) -> float:
-    """Count the tokens after the prompt."""
-    return sum(tokens[i] - prompts.costs[i] for i in part)
+def _fitting(order: Sequence[int], tokens: Sequence[int], shared: SharedRows, room: float) -> list[int]:
+    """Take row after row that has room; up to `_SEARCHED` others are passed over."""
+    part, missed = list[int](), 0  # rows by place
+    for i in order:
+        at = bisect.bisect(part, shared.place[i], key=shared.place.__getitem__)
+        more = tokens[i] - max((shared.shared(i, other) for other in part[max(0, at - 1) : at + 1]), default=0)
+        if more <= room:
+            part.insert(at, i)
+            room -= more
+        else:
+            missed += 1
+            if missed > _SEARCHED:
+                break
+    return part
+
+
+def _without(rows: Sequence[int], taken: Sequence[int]) -> list[int]:
+    left_out = set(taken)
+    return [i for i in rows if i not in left_out]
 
 
 _EVEN_ENOUGH = 1.001
 
 
-def micro_batches(
-    num_tokens: Sequence[int], rule: MicroBatchRule, prompts: PromptsOfRows | None = None
-) -> list[list[int]]:
+def micro_batches(num_tokens: Sequence[int], rule: MicroBatchRule, shared: SharedRows | None = None) -> list[list[int]]:
     """Cut rows into micro-batches: positions of the rows in each; a row is in exactly one.
 
     Args:
         num_tokens: length of each row in tokens.
         rule: `max_tokens`: no micro-batch holds more tokens, but a longer row travels alone. `max_sequences`: no
             micro-batch holds more rows. Tokens are balanced in both cases.
-        prompts: rows of one micro-batch share their prompt, which then counts once; a token budget makes use of it.
+        shared: what rows of one micro-batch begin with counts once; a token budget makes use of it.
     """
     if not num_tokens:
         return []
     if rule.max_tokens is not None:
-        return _by_tokens(num_tokens, rule.max_tokens, prompts)
+        return _by_tokens(num_tokens, rule.max_tokens, shared)
     if rule.max_sequences is None:
         raise ValueError("a MicroBatchRule needs max_tokens or max_sequences")
     return _by_count(num_tokens, rule.max_sequences)
 
 
-def balance_ranks(costs: Sequence[float], num_ranks: int, prompts: PromptsOfRows | None = None) -> list[list[int]]:
+def balance_ranks(costs: Sequence[float], num_ranks: int, shared: SharedRows | None = None) -> list[list[int]]:
     """Give every rank about the same total cost; row counts may differ and be zero. Rows stay in ascending order.
 
-    `prompts`: rows of one rank share their prompt. Of the cuts into whole groups, halves of groups ... single rows, the
-    one is taken whose most loaded rank has least to do; finer ones are not tried where they could not win a thousandth.
+    `shared`: what rows of one rank begin with costs once. Of the cuts into whole groups, halves of groups ... single
+    rows, the one is taken whose most loaded rank has least to do; finer ones are not tried where they could not win a
+    thousandth.
     """
     if num_ranks < 1:
         raise ValueError(f"cannot balance over {num_ranks} ranks")
-    if prompts is None:
+    if shared is None:
         return [sorted(rows) for rows in _karmarkar_karp(costs, num_ranks)]
     best: tuple[float, list[list[int]]] | None = None
-    least = prompts.total(range(len(costs)), costs) / num_ranks  # each prompt once: no cut has less on its fullest rank
-    for units in divide_groups(costs, prompts, num_ranks):
-        parts = _karmarkar_karp([prompts.total(unit, costs) for unit in units], num_ranks)
+    least = shared.total(range(len(costs)), costs) / num_ranks  # all of it once: no cut has less on its fullest rank
+    for units in divide_groups(costs, shared, num_ranks):
+        parts = _karmarkar_karp([shared.total(unit, costs) for unit in units], num_ranks)
         shares = [sorted(i for unit in part for i in units[unit]) for part in parts]
-        load = max(prompts.total(rows, costs) for rows in shares)
+        load = max(shared.total(rows, costs) for rows in shares)
         if best is None or load < best[0] * (1 - 1e-9):
             best = (load, shares)
         if load <= least * _EVEN_ENOUGH:
@@ -257,15 +288,15 @@ def balance_ranks(costs: Sequence[float], num_ranks: int, prompts: PromptsOfRows
     return best[1]
 
 
-def _by_tokens(num_tokens: Sequence[int], budget: int, prompts: PromptsOfRows | None) -> list[list[int]]:
+def _by_tokens(num_tokens: Sequence[int], budget: int, shared: SharedRows | None) -> list[list[int]]:
     alone = [[i] for i, n in enumerate(num_tokens) if n >= budget]
-    shared = [i for i, n in enumerate(num_tokens) if n < budget]
-    packed = few_bins([num_tokens[i] for i in shared], budget)
-    chosen = None if prompts is None else fill_budget(shared, num_tokens, prompts, budget)
+    fitting = [i for i, n in enumerate(num_tokens) if n < budget]
+    packed = few_bins([num_tokens[i] for i in fitting], budget)
+    chosen = None if shared is None else fill_budget(fitting, num_tokens, shared, budget)
     if chosen is None or len(chosen) > len(packed):
-        even = _karmarkar_karp([num_tokens[i] for i in shared], len(packed)) if packed else []
-        fits = all(sum(num_tokens[shared[j]] for j in rows) <= budget for rows in even)
-        chosen = [sorted(shared[j] for j in rows) for rows in (even if fits else packed)]
+        even = _karmarkar_karp([num_tokens[i] for i in fitting], len(packed)) if packed else []
+        fits = all(sum(num_tokens[fitting[j]] for j in rows) <= budget for rows in even)
+        chosen = [sorted(fitting[j] for j in rows) for rows in (even if fits else packed)]
     return sorted((rows for rows in alone + chosen if rows), key=lambda rows: rows[0])
 
 

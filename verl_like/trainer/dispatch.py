@@ -12,21 +12,21 @@ from torch import Tensor
 
 from verl_like.batch import Sequences, TensorStruct
 from verl_like.models.cost import BACKWARD, ModelCost
-from verl_like.models.shared_prompts import shared_prefixes
-from verl_like.parallel.balance import PromptsOfRows, balance_ranks
+from verl_like.models.prefix_tree import shared_rows
+from verl_like.parallel.balance import SharedRows, balance_ranks
 
 Struct = TypeVar("Struct", bound=TensorStruct)
 
 
 def rows_per_rank(
-    costs: Sequence[float], num_ranks: int, *, balance: bool, prompts: PromptsOfRows | None = None
+    costs: Sequence[float], num_ranks: int, *, balance: bool, shared: SharedRows | None = None
 ) -> list[list[int]]:
     """Choose row numbers for each rank: equal cost when `balance`, otherwise consecutive slices of equal count.
 
-    prompts: rows of the same prompt cost less on the same rank.
+    shared: rows that begin alike cost less on the same rank.
     """
     if balance:
-        return balance_ranks([float(cost) for cost in costs], num_ranks, prompts)
+        return balance_ranks([float(cost) for cost in costs], num_ranks, shared)
     bounds = [round(rank * len(costs) / num_ranks) for rank in range(num_ranks + 1)]
     return [list(range(start, stop)) for start, stop in itertools.pairwise(bounds)]
 
@@ -37,7 +37,7 @@ class RowBalance:
 
     even: by cost; otherwise in consecutive slices.
     cost: of the role's model; None: tokens are the cost.
-    share_prompts: rows with the same prompt cost less on the same rank.
+    share_prompts: rows that begin alike cost less on the same rank.
     """
 
     even: bool = True
@@ -53,15 +53,17 @@ class RowBalance:
         if forward_only_B is not None:
             passes_B = torch.where(forward_only_B, 1.0, 1.0 + BACKWARD).double()
         costs = (self._forward_B(rows.prompt_length_B, rows.response_length_B) * passes_B).tolist()
-        prompts = self._prompts(rows, passes_B) if self.share_prompts and self.even else None
-        return rows_per_rank(costs, num_ranks, balance=self.even, prompts=prompts)
+        shared = self._shared(rows, passes_B) if self.share_prompts and self.even else None
+        return rows_per_rank(costs, num_ranks, balance=self.even, shared=shared)
 
-    def _prompts(self, rows: Sequences, passes_B: Tensor) -> PromptsOfRows:
-        numbers, shared_B = shared_prefixes(rows)
-        apart = torch.stack([torch.tensor(numbers).double(), passes_B], 1)  # with and without backward pass: apart
-        prompt_cost_B = self._forward_B(shared_B, torch.zeros_like(shared_B)) * passes_B
-        apart_B = torch.unique(apart, dim=0, return_inverse=True)[1]
-        return PromptsOfRows(numbers=apart_B.tolist(), costs=prompt_cost_B.tolist())
+    def _shared(self, rows: Sequences, passes_B: Tensor) -> SharedRows:
+        """Find what rows begin with in common: those with and those without a backward pass are computed apart."""
+        ordered_B = passes_B.sort().values  # as `beginnings` puts rows
+
+        def cost_of(common_B: Tensor) -> Tensor:
+            return self._forward_B(common_B, torch.zeros_like(common_B)) * ordered_B
+
+        return shared_rows(rows, passes_B.tolist(), cost_of)
 
     def _forward_B(self, prompt_length_B: Tensor, response_length_B: Tensor) -> Tensor:
         """Cost of the forward pass of each row."""

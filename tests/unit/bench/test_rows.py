@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from verl_like.kit.bench.inputs import grouped_rows, random_prompts, tokens_with_shared_prompts
+from verl_like.engine.microbatch import computed_tokens
+from verl_like.kit.bench.inputs import grouped_rows, random_prompts
 from verl_like.kit.bench.shapes import WORKLOADS, BenchError, Workload
 
 LOAD = Workload(num_prompts=3, responses_per_prompt=4, prompt_length=5, mean_response=7, max_response=20)
@@ -31,7 +32,7 @@ def test_lengths_mask_and_advantages() -> None:
     first_B = batch.advantages_BR[:, :1]
     assert bool((first_B != 0).all())  # every row has a gradient
     assert torch.equal(batch.advantages_BR, first_B * batch.response_mask_BR)
-    assert tokens_with_shared_prompts(batch) == 3 * 5 + 12 * 7
+    assert 0 <= 3 * 5 + 12 * 7 - computed_tokens(batch) < 12  # some responses begin with the same word
     assert int(batch.num_tokens_B().sum()) == 12 * (5 + 7)
 
 

@@ -21,6 +21,7 @@ from verl_like.batch import Experience
 from verl_like.config.fsdp import FSDPConfig
 from verl_like.config.optim import OptimConfig, OptimizerName
 from verl_like.engine.fsdp import FSDPEngine
+from verl_like.engine.microbatch import computed_tokens
 from verl_like.models import lora
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.parallel.sharding import local_tensor
@@ -139,7 +140,7 @@ def tokens_between_blocks(engine: FSDPEngine, batch: Experience) -> tuple[int, i
     handle = layer.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
     engine.forward(batch, want=frozenset({"log_probs"}), rule=ONE_BATCH)
     handle.remove()
-    return seen[0], int(batch.num_tokens_B().sum()) - len(batch)
+    return seen[0], computed_tokens(batch) - len(batch)
 
 
 def families(process: ProcessInfo, paths: dict[str, str], size: int) -> dict[str, dict[str, Tensor]]:

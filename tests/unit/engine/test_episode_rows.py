@@ -24,7 +24,7 @@ from verl_like.engine.microbatch import computed_tokens
 from verl_like.episodes.episode import Episode, Turn
 from verl_like.episodes.rows import assemble_rollouts, episode_of_rows
 from verl_like.models import packing
-from verl_like.models.shared_prompts import shared_prefixes
+from verl_like.models.prefix_tree import beginnings
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.rollout.rollout_engine import Sampled
 
@@ -119,12 +119,12 @@ def test_one_row_or_five_in_any_order(engine: FSDPEngine, estimator: str, mode: 
         assert float((found - expected).abs().max()) <= 3e-5 * float(expected.abs().max())
 
 
-def test_the_rows_of_an_episode_compute_their_prompt_once() -> None:
+def test_the_rows_of_an_episode_compute_its_tokens_once() -> None:
+    """Whether they are one row or five: what five need more are the last tokens of four, which one goes on from."""
     rollouts, _ = batch(rewritten=True)
-    numbers, shared_B = shared_prefixes(rollouts)
-    assert sorted(set(numbers)) == [0, 1] and shared_B.unique().tolist() == [9]  # each group's prompt
-    rows, prompt = len(rollouts), 9
-    assert computed_tokens(rollouts) == int(rollouts.num_tokens_B().sum()) - (rows - GROUPS) * prompt
+    rows, (one, _) = len(rollouts), batch(rewritten=False)
+    assert computed_tokens(rollouts) - rows == computed_tokens(one) - len(one)
+    assert sum(beginnings(rollouts).common) > int(rollouts.num_tokens_B().sum()) // 2
     wanted = packing.response_positions(rollouts, sampled_only=True)
     packed = packing.pack(rollouts, wanted, torch.device("cpu"), share_prompts=True)
     assert packed.input_ids.shape[1] == computed_tokens(rollouts) - rows  # nothing is predicted from a last token
@@ -142,14 +142,3 @@ def test_the_rows_of_an_episode_compute_their_prompt_once() -> None:
         )
     }
     assert {tuple(part.long().tolist()) for part in spread} == contexts
-
-
-def test_rows_that_hardly_begin_alike_share_by_equal_prompts() -> None:
-    rollouts, _ = batch(rewritten=True)
-    other = rollouts.prompt_ids_BP.clone()
-    other[-1, -int(rollouts.prompt_length_B[-1]) + 1] = 60  # of the second group: its second token
-    numbers, shared_B = shared_prefixes(rollouts.replace(prompt_ids_BP=other))
-    assert len(set(numbers[: len(numbers) // 2])) == 1  # the first group as before
-    later = numbers[len(numbers) // 2 :]
-    assert len(set(later)) == len(later) - (N - 1)  # the three first rows alone have equal prompts
-    assert shared_B[len(numbers) // 2] == 9

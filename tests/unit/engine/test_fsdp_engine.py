@@ -44,7 +44,7 @@ def test_micro_batch_cut_does_not_matter(
 
 
 def test_shared_prompts_change_no_gradient(process: ProcessInfo, path: str) -> None:
-    """Groups of four: with a prompt once a micro-batch, and with one for each row."""
+    """Groups of four: with what rows begin with once a micro-batch, at least the prompt, and with whole rows."""
     batch, results = experience(12, rows_per_prompt=4), []
     for share in (True, False):
         engine = build_engine(process, path, model={"share_prompts": share})
@@ -52,8 +52,8 @@ def test_shared_prompts_change_no_gradient(process: ProcessInfo, path: str) -> N
         metrics = step(engine, batch, rule=tiny.ONE_BATCH)
         saved = sum(int(n) for n in batch.prompt_length_B) - int(batch.prompt_length_B[::4].sum())
         if share:
-            expected = saved / int(batch.num_tokens_B().sum())
-            assert metrics["perf/shared_token_share"].value == pytest.approx(expected)
+            total, share_of = int(batch.num_tokens_B().sum()), metrics["perf/shared_token_share"].value
+            assert saved <= share_of * total < saved + len(batch)
         else:
             assert "perf/shared_token_share" not in metrics
     for name, gradient in results[0].items():

@@ -28,7 +28,7 @@ from verl_like.episodes.episode import Episode
 from verl_like.episodes.rows import assemble_rollouts
 from verl_like.models import loading, packing
 from verl_like.models.images import decoded
-from verl_like.models.shared_prompts import shared_prefixes
+from verl_like.models.prefix_tree import beginnings
 from verl_like.models.videos import clip_of, frames_of
 from verl_like.models.vision import VisionProcessor, processor_of
 from verl_like.plugins.agents.tool_agent import Bounds, ToolAgent
@@ -192,8 +192,8 @@ def test_what_a_tool_shows_is_seen_and_trained_with(
     rows = assemble_rollouts([prompt], [episodes])
     assert rows.media is not None and [len(row) for row in rows.media] == [2, 2]
     assert [not mask for mask in rows.response_mask_T[: rows.response_length_B[0]]].count(True) == len(seen) + 10
-    numbers, shared = shared_prefixes(rows)
-    assert numbers == [0, 0] and shared.tolist() == [len(prompt.ids)] * 2
+    (_, shared), first = beginnings(rows).common, [row[1].starts[0] for row in rows.media]
+    assert first[0] == first[1] and len(prompt.ids) < shared <= first[0]  # up to the image that a tool showed
     _check_log_probs(folder, hf, vision, rows, [tool_picture(4), tool_picture(5)])
 
 
@@ -255,10 +255,9 @@ def test_a_rewritten_history_keeps_its_images(folder: Path, hf: Any, vision: Vis
     assert [second[start : start + 7].count(tiny.IMAGE) for h in media for start in h.starts] == [4, 6]
     rows = assemble_rollouts([prompt], [[episode]])
     assert rows.media is not None and [len(row) for row in rows.media] == [1, 2]
-    numbers, shared = shared_prefixes(rows)
-    assert numbers == [0, 0] and int(shared[0]) >= len(prompt.ids) - 3
+    assert beginnings(rows).common[1] >= len(prompt.ids) - 3
     other = [rows.media[0], [dataclasses.replace(rows.media[1][0], number=9), rows.media[1][1]]]
-    assert shared_prefixes(dataclasses.replace(rows, media=other))[0] == [0, 1]
+    assert beginnings(dataclasses.replace(rows, media=other)).common[1] == second.index(tiny.IMAGE)
 
 
 def test_images_that_cannot_be_used_are_told(folder: Path, hf: Any, vision: VisionProcessor, box: Toolbox) -> None:

@@ -16,7 +16,7 @@ from torch.nn.attention import varlen
 from verl_like.models import attention
 from verl_like.models.attention_groups import Scoring
 from verl_like.models.packing import Segments
-from verl_like.models.shared_prompts import shared_layout
+from verl_like.models.prefix_tree import path_layout, paths
 
 
 @pytest.fixture(autouse=True)
@@ -75,8 +75,8 @@ def test_torchs_operator_takes_what_it_is_given(
     monkeypatch.setattr(attention, "flash_attention_version", lambda: None)
     segments = Segments([3, 4], torch.device("cpu"))
     if shared:  # both rows answer a prompt of two tokens
-        length_S, prompt_S, first_S, start_S = (torch.tensor(t) for t in ([3, 4], [2, 2], [0, 0], [0, 3]))
-        layout = shared_layout(length_S, prompt_S, first_S, start_S)
+        path_S = paths(torch.tensor([3, 4]), torch.tensor([0, 2]), [0, 0])
+        layout = path_layout(path_S, [0, 2])
         segments = Segments([3, 4], torch.device("cpu"), own_lengths=[3, 2], layout=layout)
     tokens = sum(segments.own_lengths)
     with FakeTensorMode(allow_non_fake_inputs=True):

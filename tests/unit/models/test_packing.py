@@ -6,7 +6,7 @@ import torch
 from tests.unit.engine.tiny import experience
 from verl_like.batch import Sequences
 from verl_like.models import packing
-from verl_like.models.shared_prompts import shared_layout, shared_prefixes
+from verl_like.models.prefix_tree import path_layout, paths
 
 CPU = torch.device("cpu")
 
@@ -93,18 +93,19 @@ def three_rows_of_one_prompt() -> Sequences:
 def test_shared_prompt_by_hand() -> None:
     rows = three_rows_of_one_prompt()
     x = packing.pack(rows, packing.response_positions(rows, sampled_only=True), CPU, share_prompts=True)
-    assert x.input_ids.tolist() == [[1, 2, 1, 2, 3, 8, 4, 5]]  # row 3, the prompt of rows 0 to 2, then what they add
-    assert x.position_ids.tolist() == [[0, 1, 0, 1, 2, 3, 3, 4]]
+    assert x.input_ids.tolist() == [[1, 2, 3, 8, 4, 5]]  # row 3, what the prompt of rows 0 to 2 has more, what they add
+    assert x.position_ids.tolist() == [[0, 1, 2, 3, 3, 4]]
     assert x.segments is not None and x.segments.layout is not None
-    assert (x.segments.lengths, x.segments.own_lengths) == ((2, 3, 4, 5), (2, 3, 1, 2))
-    assert x.segments.cu_own.tolist() == [0, 2, 5, 6, 8] and x.segments.cu_seqlens.tolist() == [0, 2, 5, 9, 14]
+    assert (x.segments.lengths, x.segments.own_lengths) == ((2, 3, 4, 5), (2, 1, 1, 2))
+    assert x.segments.holders == (0, 0, 1, 1)
+    assert x.segments.cu_own.tolist() == [0, 2, 3, 4, 6] and x.segments.cu_seqlens.tolist() == [0, 2, 5, 9, 14]
     spread = x.segments.layout.spread(x.input_ids[0, :, None])[:, 0]
     assert spread.tolist() == [1, 2, 1, 2, 3, 1, 2, 3, 8, 1, 2, 3, 4, 5]  # the keys of each row
     assert torch.equal(x.unpack(x.targets_N), rows.response_ids_T.long())
     read_at = rows.padded(
         x.unpack(x.select_N.double())
     ).tolist()  # the first token of rows 0 to 2 is predicted at one place
-    assert read_at == [[4, 6, 7], [4, 0, 0], [4, 5, 0], [1, 0, 0]]
+    assert read_at == [[2, 4, 5], [2, 0, 0], [2, 3, 0], [1, 0, 0]]
 
 
 def test_equal_prompts_stay_apart_without_sharing() -> None:
@@ -114,24 +115,21 @@ def test_equal_prompts_stay_apart_without_sharing() -> None:
     assert x.segments is not None and x.segments.layout is None and x.segments.cu_own is x.segments.cu_seqlens
 
 
-def test_a_row_without_a_response_shares_nothing() -> None:
+def test_a_row_without_a_response_shares_all_that_it_has() -> None:
     rows = without_responses(three_rows_of_one_prompt(), [1])
-    assert shared_prefixes(rows)[0] == [0, 1, 0, 2]
     wanted = packing.response_positions(rows, sampled_only=True)
     x = packing.pack(rows, wanted, CPU, share_prompts=True)
+    assert x.input_ids.tolist() == [[1, 2, 3, 8, 4, 5]]
     assert torch.equal(x.unpack(x.targets_N), (rows.response_ids_T * wanted).long())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_gradients_of_copies_add_up_in_float32(dtype: torch.dtype) -> None:
     """A prompt of 300 rows: one value of 256 and 299 of 1 are lost one by one in bfloat16, but not together."""
-    start_S = torch.cat([torch.zeros(1).long(), torch.arange(299) + 2])
-    layout = shared_layout(torch.full((300,), 2), torch.ones(300).long(), torch.zeros(300).long(), start_S)
+    shared_S = torch.tensor([0] + [1] * 299)
+    layout = path_layout(paths(torch.full((300,), 2), shared_S, [0] * 300), shared_S.tolist())
     packed = torch.zeros(301, 1, dtype=dtype, requires_grad=True)
     slope = torch.ones(600, 1, dtype=dtype)
     slope[0] = 256
     layout.spread(packed).backward(slope)
     assert packed.grad is not None and float(packed.grad[0]) == float(torch.tensor(555.0).to(dtype))
-    queries = torch.zeros(301, 1, dtype=dtype, requires_grad=True)
-    layout.spread(queries, queries=True).backward(slope)
-    assert queries.grad is not None and float(queries.grad[0]) == 256

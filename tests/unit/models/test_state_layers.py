@@ -20,8 +20,9 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 from tests.unit.engine import tiny
 from tests.unit.engine.tiny import build_engine
 from tests.unit.models import zoo
+from tests.unit.models.rows import sequences
 from tests.unit.models.test_packed_forward import build
-from verl_like.batch import Experience
+from verl_like.batch import Experience, Sequences
 from verl_like.config.model import ModelConfig
 from verl_like.models import families, loading, packing, state_layers, tensor_plan
 from verl_like.models.heads import TokenModel
@@ -33,6 +34,25 @@ CPU = torch.device("cpu")
 NAMES = [name for name, family in families.FAMILIES.items() if family.state]
 # Longer than a chunk of the delta rule (64 tokens), some prompts shorter than a convolution's context, groups of three
 GROUPS = tiny.experience(6, max_response=80, rows_per_prompt=3)
+
+
+def with_forks(rows: Experience) -> Sequences:
+    """These rows; and behind each group a row of it whose response goes on for another one, one cut off, and a prompt
+    that begins with a response."""
+    ids = [
+        torch.cat(pair).tolist()
+        for pair in zip(
+            rows.prompt_ids_T.split(rows.prompt_length_B.tolist()),
+            rows.response_ids_T.split(rows.response_length_B.tolist()),
+            strict=True,
+        )
+    ]
+    whole = [(row[:p], row[p:]) for row, p in zip(ids, rows.prompt_length_B.tolist(), strict=True)]
+    for b in range(0, len(whole), 3):
+        (prompt, response), (_, other) = whole[b], whole[b + 1]
+        half = len(response) // 2
+        whole += [(prompt, response + other[:9]), (prompt, [*response[:half], 9, 8]), ([*prompt, *response], other[:7])]
+    return sequences(whole)
 
 
 @contextmanager
@@ -51,13 +71,13 @@ def double(path: str) -> TokenModel:
     return model
 
 
-def packed_log_probs(model: TokenModel, rows: Experience, *, share: bool) -> Tensor:
+def packed_log_probs(model: TokenModel, rows: Sequences, *, share: bool) -> Tensor:
     x = packing.pack(rows, packing.response_positions(rows, sampled_only=False), CPU, share_prompts=share)
     logits = model.hf.get_output_embeddings()(model.hidden_states(x)) * model.head().scale
     return x.unpack(logits.log_softmax(-1).gather(1, x.targets_N[:, None])[:, 0])
 
 
-def log_probs_row_by_row(model: Any, rows: Experience) -> Tensor:
+def log_probs_row_by_row(model: Any, rows: Sequences) -> Tensor:
     """transformers' whole model on one row after the other, nothing packed or padded."""
     found = []
     for row in rows.split([1] * len(rows)):
@@ -84,18 +104,19 @@ def assert_equal_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -
 
 @pytest.mark.parametrize("name", NAMES)
 def test_packed_rows_equal_transformers_row_by_row(tmp_path: Path, name: str) -> None:
-    """Log-probs and the gradient of every weight; prompts apart, and shared in layers that are recomputed."""
+    """Log-probs and the gradient of every weight; rows apart, and as a tree in layers that are recomputed."""
+    rows = with_forks(GROUPS)
     model = double(zoo.folder(tmp_path, name))
     reference: Any = AutoModelForCausalLM.from_config(copy.deepcopy(model.hf.config), attn_implementation="eager")
     reference.double().load_state_dict(model.hf.state_dict())
     with in_float64():
-        expected = log_probs_row_by_row(reference, GROUPS)
+        expected = log_probs_row_by_row(reference, rows)
         expected_gradients = gradients(reference, expected)
         assert len(expected_gradients) == len(list(reference.parameters()))
         for share in (False, True):
             if share:
                 model.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            found = packed_log_probs(model, GROUPS, share=share)
+            found = packed_log_probs(model, rows, share=share)
             assert float((found - expected).detach().abs().max()) < 1e-10
             packed_log_probs(model, GROUPS.select([2, 5]), share=False)  # others' bounds, before the backward pass
             assert_equal_gradients(gradients(model, found), expected_gradients)
@@ -114,21 +135,29 @@ def test_a_shared_prompt_is_scanned_once_where_a_scan_can_go_on(
         return run(plan, scan, *packed)
 
     monkeypatch.setattr(state_layers.ScanPlan, "run", counted)
-    one = GROUPS.select([0])
-    packed_log_probs(double(zoo.folder(tmp_path, name)), Experience.concat([one, one, one]), share=True)
-    assert slots == [scans * int(one.prompt_length_B[0]) + 3 * (int(one.response_length_B[0]) - 1)]
+    rows = sequences([([5, 6, 7, 8], [first, 4, 4, 4, 4, 4]) for first in (1, 2, 3)])
+    packed_log_probs(double(zoo.folder(tmp_path, name)), rows, share=True)
+    assert slots == [scans * 4 + 3 * 5]
 
 
 def test_pieces_are_prompts_and_what_comes_after() -> None:
-    """By hand: rows 0 and 2 share three tokens of row 0; row 1 is alone; row 3 is no more than the prompt of row 4."""
-    segments = Segments([5, 4, 6, 2, 3], CPU, own_lengths=[5, 4, 3, 2, 1], holders=[0, 1, 0, 3, 3])
+    """By hand: rows 0 and 2 share three tokens of row 0; row 1 is alone; row 3 is no more than the prompt of row 4.
+
+    Row 6 goes on from row 5 after five tokens, row 7 and 8 from row 6 after eight: one set begins with those eight, and
+    row 5, whose five are scanned once more, is alone.
+    """
+    lengths, own_lengths = [5, 4, 6, 2, 3, 7, 9, 9, 9], [5, 4, 3, 2, 1, 7, 4, 1, 1]
+    segments = Segments(lengths, CPU, own_lengths=own_lengths, holders=[0, 1, 0, 3, 3, 5, 5, 6, 6])
     assert state_layers.pieces_of(segments) == [
         Piece(start=0, length=3),
         Piece(start=3, length=2, parent=0),
         Piece(start=5, length=4),
-        Piece(start=9, length=3, parent=0),
-        Piece(start=12, length=2),
-        Piece(start=14, length=1, parent=4),
+        Piece(start=12, length=3, parent=0),
+        Piece(start=15, length=2),
+        Piece(start=19, length=1, parent=4),
+        Piece(start=20, length=7),
+        Piece(start=27, length=8),
+        *(Piece(start=start, length=1, parent=7) for start in (35, 44, 53)),
     ]
 
 
@@ -182,15 +211,12 @@ def test_bounds_reach_the_kernel_of_flash_linear_attention(tmp_path: Path, monke
     assert sum(then) == int((rows.response_length_B - 1).sum())
 
 
-def one_piece(segments: Segments) -> list[Piece]:
-    return [Piece(start=0, length=sum(segments.own_lengths))]
+def one_piece(segments: Segments) -> Segments:
+    return Segments([sum(segments.own_lengths)], CPU)
 
 
-def no_parents(segments: Segments) -> list[Piece]:
-    return [Piece(start=piece.start, length=piece.length) for piece in pieces_of(segments)]
-
-
-pieces_of = state_layers.pieces_of
+def no_parents(segments: Segments) -> Segments:
+    return Segments(segments.own_lengths, CPU)
 
 
 @pytest.mark.parametrize("planted", [one_piece, no_parents])
@@ -201,7 +227,9 @@ def test_a_missing_boundary_is_caught_at_the_start(
     """Planted: rows run into each other; or a row begins without the state of its prompt."""
     path = zoo.folder(tmp_path, name)
     build_engine(process, path)
-    monkeypatch.setattr(state_layers, "pieces_of", planted)
+    monkeypatch.setattr(
+        state_layers, "_kept", lambda segments, key, build, device: build(planted(segments), device, *key[1:])
+    )
     with pytest.raises(ValueError, match=f"'{name}' cannot be run without padding: .* state leaks"):
         build_engine(process, path)
 

@@ -49,9 +49,9 @@ def test_a_shared_prompt_is_needed_once():
     """Of two rows with one prompt of three tokens, one computes it."""
     prompt = 2 * 3 * 100 + 4 * 6
     sharing = shape(actor_shares_prompts=True, critic_shares_prompts=True)
-    flops = phase_flops(sharing, PROMPTS, RESPONSES, [7, 7])
+    flops = phase_flops(sharing, PROMPTS, RESPONSES, [0, 3])
     assert flops["update_actor"] == 3 * (FORWARD - prompt) and flops["values"] == CRITIC - prompt
-    assert phase_flops(sharing, PROMPTS, RESPONSES, [7, 8]) == phase_flops(shape(), PROMPTS, RESPONSES, [7, 7])
+    assert phase_flops(sharing, PROMPTS, RESPONSES, [0, 0]) == phase_flops(shape(), PROMPTS, RESPONSES, [0, 3])
 
 
 def test_utilisation_is_operations_by_time_and_peak():
@@ -95,9 +95,9 @@ def test_tokens_without_a_backward_pass_cost_a_third() -> None:
     assert phase_flops(shape(), PROMPTS, RESPONSES, forward_only=1.0)["update_actor"] == FORWARD
 
 
-def test_prompts_are_read_once_by_their_numbers_where_rows_have_them():
+def test_prompts_are_read_once_by_what_rows_repeat_where_that_is_known():
     prompts, responses = [3, 5, 7, 5, 4], [2, 1, 1, 1, 1]
-    by_number = generation_floor(shape(), prompts, responses, [0, 1, 2, 1, 3])
+    by_tokens = generation_floor(shape(), prompts, responses, [0, 0, 0, 5, 0])
     by_count = generation_floor(shape(), prompts, responses)  # every other row
     read = [MODEL.forward_flops(once, len(once)) / 1000.0 for once in ([3, 5, 7, 4], [3, 7, 4])]
-    assert by_number - by_count == pytest.approx(read[0] - read[1])
+    assert by_tokens - by_count == pytest.approx(read[0] - read[1])

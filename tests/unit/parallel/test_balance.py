@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_like.config.batch_plan import MicroBatchRule
-from verl_like.parallel.balance import PromptsOfRows, balance_ranks, micro_batches
+from verl_like.parallel.balance import SharedRows, balance_ranks, micro_batches
 
 LENGTHS = st.lists(st.integers(1, 400), max_size=80)
 
@@ -84,8 +84,14 @@ def test_no_ranks_is_an_error() -> None:
         balance_ranks([1.0], 0)
 
 
+def groups_with_prompts(number: list[int], prompts: list[int]) -> SharedRows:
+    """Rows of one number, which are neighbours, have their prompt in common and nothing else."""
+    common = [prompts[i] if i and number[i] == number[i - 1] else 0 for i in range(len(number))]
+    return SharedRows(place=range(len(number)), common=common, number=number)
+
+
 @st.composite
-def grouped_rows(draw: st.DrawFn) -> tuple[list[int], PromptsOfRows]:
+def grouped_rows(draw: st.DrawFn) -> tuple[list[int], SharedRows]:
     """Total tokens of rows in groups of up to eight, and their prompts."""
     tokens, numbers, prompts = [], [], []
     for group in range(draw(st.integers(1, 20))):
@@ -94,12 +100,12 @@ def grouped_rows(draw: st.DrawFn) -> tuple[list[int], PromptsOfRows]:
             tokens.append(prompt + response)
             numbers.append(group)
             prompts.append(prompt)
-    return tokens, PromptsOfRows(numbers=numbers, costs=prompts)
+    return tokens, groups_with_prompts(numbers, prompts)
 
 
 @settings(max_examples=150, deadline=None)
 @given(rows=grouped_rows(), budget=st.integers(1, 600))
-def test_shared_prompts_keep_the_budget(rows: tuple[list[int], PromptsOfRows], budget: int) -> None:
+def test_shared_prompts_keep_the_budget(rows: tuple[list[int], SharedRows], budget: int) -> None:
     tokens, prompts = rows
     rule = MicroBatchRule(max_tokens=budget)
     parts = micro_batches(tokens, rule, prompts)
@@ -115,7 +121,7 @@ def test_shared_prompts_fill_micro_batches() -> None:
     draw = random.Random(0)
     responses = [min(512, max(1, int(draw.lognormvariate(5.4, 0.5)))) for _ in range(512)]
     tokens = [100 + n for n in responses]
-    prompts = PromptsOfRows(numbers=[i // 8 for i in range(512)], costs=[100] * 512)
+    prompts = groups_with_prompts([i // 8 for i in range(512)], [100] * 512)
     once = prompts.total(range(512), tokens)
     assert once == 64 * 100 + sum(responses)
     parts = micro_batches(tokens, MicroBatchRule(max_tokens=4096), prompts)
@@ -127,24 +133,22 @@ def test_shared_prompts_fill_micro_batches() -> None:
 
 def test_a_long_prompt_is_not_repeated_to_fill_a_gap() -> None:
     """Two groups of 1,000 + 4 x 100 tokens: two micro-batches of 1,400, though 200 more would fit into each."""
-    prompts = PromptsOfRows(numbers=[0] * 4 + [1] * 4, costs=[1000] * 8)
+    prompts = groups_with_prompts([0] * 4 + [1] * 4, [1000] * 8)
     parts = micro_batches([1100] * 8, MicroBatchRule(max_tokens=2600), prompts)
     assert parts == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_groups_stay_on_one_rank_where_that_is_balanced() -> None:
-    prompts = PromptsOfRows(numbers=[0, 0, 1, 1, 2, 2, 3, 3], costs=[50.0] * 8)
+    prompts = groups_with_prompts([0, 0, 1, 1, 2, 2, 3, 3], [50] * 8)
     shares = balance_ranks([60.0, 70.0] * 4, 2, prompts)
-    assert sorted({prompts.numbers[i] for i in share}.__len__() for share in shares) == [2, 2]
-    one_group = PromptsOfRows(numbers=[0] * 8, costs=[10.0] * 8)
+    assert sorted({prompts.number[i] for i in share}.__len__() for share in shares) == [2, 2]
+    one_group = groups_with_prompts([0] * 8, [10] * 8)
     assert [len(share) for share in balance_ranks([60.0] * 8, 4, one_group)] == [2, 2, 2, 2]  # cut for the balance
 
 
 @settings(max_examples=100, deadline=None)
 @given(rows=grouped_rows(), ranks=st.integers(1, 9))
-def test_most_loaded_rank_has_no_more_to_do_than_without_groups(
-    rows: tuple[list[int], PromptsOfRows], ranks: int
-) -> None:
+def test_most_loaded_rank_has_no_more_to_do_than_without_groups(rows: tuple[list[int], SharedRows], ranks: int) -> None:
     tokens, prompts = rows
     costs = [float(n) for n in tokens]
     loads = [max(prompts.total(share, costs) for share in balance_ranks(costs, ranks, p)) for p in (prompts, None)]

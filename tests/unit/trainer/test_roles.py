@@ -18,7 +18,7 @@ from verl_like.batch import Evaluated, Experience, Metric
 from verl_like.config import ActorConfig, PolicyLossConfig, PPOConfig, SampleWeightConfig
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.kit.bench.fake_time import FakeTimeEngine, FakeTimeRollout, tokens_of
-from verl_like.models.shared_prompts import shared_prefixes
+from verl_like.models.prefix_tree import beginnings
 from verl_like.rollout.client import RolloutClient
 from verl_like.rollout.link import LinkServer
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, SamplingParams, request_seed
@@ -534,6 +534,6 @@ def test_an_episodes_tokens_are_counted_before_its_rows_part(world_size: int) ->
 def test_rows_of_one_group_with_different_prompts_share_none() -> None:
     """Shared prompts go by their tokens, so that a group whose episodes were rewritten is no special case."""
     rows = parted(experience(1, 3)).replace(prompt_ids_BP=torch.tensor([[5], [5], [6]], dtype=torch.int32))
-    assert shared_prefixes(rows)[0] == [0, 0, 1]
+    assert [min(common, 1) for common in beginnings(rows).common] == [0, 1, 0]
     together = RowBalance(share_prompts=True).shares(rows, 1)
     assert sorted(together[0]) == [0, 1, 2]

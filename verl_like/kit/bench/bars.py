@@ -12,6 +12,7 @@ from verl_like.kit.bench.shapes import MODELS, WORKLOADS
 STEP_TO_TARGET = 1.3  # of generation alone + 8 x parameters x tokens at 40% of the peak
 MFU, SYNC_SECONDS = 0.40, 0.15
 PACKED_TO_PADDED, HALF_TO_FLOAT32 = 1.8, 1.8  # how many times as fast an update is
+TREE_TO_ROWS = 3.0  # and that of 4 forks of 6 turns, beside rows that share nothing
 UPDATE_TO_GEMM = {1: 1.35, 2: 1.5}  # ranks -> of 6 x parameters x tokens at the measured rate, float32 on a CPU
 
 
@@ -58,6 +59,12 @@ def _of_update(report: Report) -> Iterator[str]:
     for row in sorted(rows, key=lambda row: -(row.seconds or 0.0)):
         fastest[row.name.rpartition(", ")[0]] = row
     exact = fastest.get("packed, float32")
+    if "turns" in report.work:
+        alone = fastest.get("unshared, float32")
+        if exact and alone:
+            times = (alone.seconds or 0.0) / (exact.seconds or 1.0)
+            yield bar("agents, times as fast as rows that share nothing", times, TREE_TO_ROWS, at_least=True)
+        return
     if exact and ranks in UPDATE_TO_GEMM:
         yield bar("update by 6 x parameters x tokens", exact.figures["x 6PT"], UPDATE_TO_GEMM[ranks])
     pairs = (

@@ -6,6 +6,7 @@ tokens. The reward is the share of a response's words with an even number, so th
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -118,23 +119,33 @@ def prompt_rows(shape: ModelShape, workload: Workload, count: int, seed: int) ->
 _FIRST_WORD = 3  # ids below are special tokens
 
 
-def grouped_rows(workload: Workload, vocab_size: int, *, seed: int) -> Experience:
-    """Prompts x responses rows in the order of the trainer: the rows of a group are neighbours and share a prompt."""
-    n, generator = workload.responses_per_prompt, torch.Generator().manual_seed(seed)
-    lengths = workload.response_lengths(seed)
-    responses = [torch.randint(_FIRST_WORD, vocab_size, (k,), generator=generator).tolist() for k in lengths]
+def grouped_rows(workload: Workload, vocab_size: int, *, seed: int, turns: int = 1) -> Experience:
+    """Prompts x responses rows in the order of the trainer: the rows of a group are neighbours and share a prompt.
+
+    turns: an agent's. Each response is cut into so many, each of which is a row with all that came before as prompt;
+        the first half of a turn is what the agent was shown.
+    """
+    generator, lengths = torch.Generator().manual_seed(seed), workload.response_lengths(seed)
+    texts = [torch.randint(_FIRST_WORD, vocab_size, (k,), generator=generator).tolist() for k in lengths]
+    starts = random_prompts(workload, vocab_size, seed=seed)
+    rows: list[tuple[int, list[int], list[int]]] = []  # group, prompt, response
+    for number, text in enumerate(texts):
+        group = number // workload.responses_per_prompt
+        for first, end in itertools.pairwise(len(text) * k // turns for k in range(turns + 1)):
+            said = first + (end - first) // 2 if turns > 1 else first
+            rows += [(group, starts[group] + text[:said], text[said:end])] if end > first else []
+    groups, prompts, responses = zip(*rows, strict=True)
     response_ids_BR = pad_rows(responses, side="right", dtype=torch.int32)
-    length_B = torch.tensor(lengths)
+    length_B = torch.tensor([len(response) for response in responses])
     mask_BR = torch.arange(response_ids_BR.shape[1])[None, :] < length_B[:, None]
-    prompts = torch.tensor(random_prompts(workload, vocab_size, seed=seed), dtype=torch.int32)
     return Experience(
-        prompt_ids_BP=prompts.repeat_interleave(n, dim=0),
-        prompt_length_B=torch.full((len(lengths),), workload.prompt_length),
+        prompt_ids_BP=pad_rows(prompts, side="left", dtype=torch.int32),
+        prompt_length_B=torch.tensor([len(prompt) for prompt in prompts]),
         response_ids_BR=response_ids_BR,
         response_length_B=length_B,
         response_mask_BR=mask_BR,
-        group_B=torch.arange(workload.num_prompts).repeat_interleave(n),
-        advantages_BR=torch.randn(len(lengths), 1, generator=generator).expand_as(mask_BR) * mask_BR,
+        group_B=torch.tensor(groups),
+        advantages_BR=torch.randn(len(rows), 1, generator=generator).expand_as(mask_BR) * mask_BR,
     )
 
 
@@ -142,9 +153,3 @@ def random_prompts(workload: Workload, vocab_size: int, *, seed: int) -> list[li
     """The prompts alone, each once; another seed gives others."""
     generator, count = torch.Generator().manual_seed(seed), workload.num_prompts
     return torch.randint(_FIRST_WORD, vocab_size, (count, workload.prompt_length), generator=generator).tolist()
-
-
-def tokens_with_shared_prompts(batch: Experience) -> int:
-    """Tokens of the batch if each group's prompt were computed once."""
-    length_of = dict(zip(batch.group_B.tolist(), batch.prompt_length_B.tolist(), strict=True))
-    return sum(length_of.values()) + int(batch.response_length_B.sum())

@@ -10,8 +10,9 @@ import argparse
 from functools import partial
 
 from verl_like.config.roles import ACTOR
+from verl_like.engine.microbatch import computed_tokens
 from verl_like.kit.bench import phase
-from verl_like.kit.bench.inputs import grouped_rows, tokens_with_shared_prompts
+from verl_like.kit.bench.inputs import grouped_rows
 from verl_like.kit.bench.phase import POLICY, Job, measure_on_ranks, phase_job, share_of_rank
 from verl_like.kit.bench.ranks import slowest, timed
 from verl_like.kit.bench.report import Report, Row, finish
@@ -31,8 +32,8 @@ def main(arguments: argparse.Namespace) -> Report:
     floor = job.cost.forward_flops(lengths, sum(responses)) / peak.flops
     columns = {"MFU": floor / seconds, "tokens/s": sum(lengths) / seconds}
     notes = [
-        f"{sum(lengths):,} tokens, which the floor counts ({tokens_with_shared_prompts(batch):,} with each group's "
-        f"prompt once), {sum(responses):,} of them through the head; {job.num_ranks} rank(s), micro-batches of "
+        f"{sum(lengths):,} tokens, which the floor counts ({computed_tokens(batch):,} with what rows begin "
+        f"with once), {sum(responses):,} of them through the head; {job.num_ranks} rank(s), micro-batches of "
         f"{job.spec.plan.roles[ACTOR].forward}. Floor: operations of a forward pass at {peak.flops / 1e9:,.0f} GFLOP/s "
         f"({peak.source}, all ranks).",
     ]

@@ -2,9 +2,10 @@
 
     verl-like bench update --model cpu --workload cpu --ranks 2 --threads 1
     verl-like bench update --model cpu --dtypes float32 bfloat16 --token-budgets 2048 4096
+    verl-like bench update --model cpu --workload w1 --rows 64 --agents 4 6 --paths packed unshared
     verl-like bench update --model 1.5b --workload w1 -- actor_rollout_ref.actor.fsdp_config.optimizer_offload=True
 
-Paths: packed (prompts of a group shared, as the trainer does it), unshared (packed, every row with its prompt), padded
+Paths: packed (what rows begin with is shared, as the trainer does it), unshared (packed, every row whole), padded
 (the reference: one row each, full logits). Two floors: the operations that this model must make (the head only for
 tokens of responses, causal attention), and 6 x parameters x tokens, both at the rate of matrix products, on a CPU
 measured between the rounds.
@@ -23,8 +24,9 @@ import torch
 from verl_like.algorithms.minibatch import denominators_of
 from verl_like.batch import Experience, Metric, merge_metrics
 from verl_like.config.batch_plan import BatchPlan, MicroBatchRule
+from verl_like.engine.microbatch import computed_tokens
 from verl_like.kit.bench.bars import bars_of
-from verl_like.kit.bench.inputs import grouped_rows, tokens_with_shared_prompts
+from verl_like.kit.bench.inputs import grouped_rows
 from verl_like.kit.bench.phase import POLICY, Job, measure_on_ranks, phase_job, share_of_rank
 from verl_like.kit.bench.ranks import slowest, timed
 from verl_like.kit.bench.report import Report, Row, finish
@@ -74,11 +76,13 @@ class RankFigures:
 def main(arguments: argparse.Namespace) -> Report:
     """Measure every variant, alternating between them; print the table."""
     variants = variants_of(arguments)
+    forks, turns = arguments.agents or (None, 1)
     with phase_job(arguments, f"{POLICY}.actor.optim.lr=0") as job:
-        work, ranks = measure_on_ranks(
-            "update", measure, arguments, job, variants, variants=[str(variant) for variant in variants]
-        )
-    batch = grouped_rows(job.workload, MODELS[arguments.model].vocab_size, seed=1)
+        load = replace(job.workload, responses_per_prompt=forks or job.workload.responses_per_prompt)
+        job, more = replace(job, workload=load), {"turns": turns} if turns > 1 else {}
+        named = [str(variant) for variant in variants]
+        work, ranks = measure_on_ranks("update", measure, arguments, job, variants, turns, variants=named, **more)
+    batch = grouped_rows(job.workload, MODELS[arguments.model].vocab_size, seed=1, turns=turns)
     return finish(report_of(job, batch, variants, ranks, work), arguments.json, arguments.compare)
 
 
@@ -91,9 +95,11 @@ def variants_of(arguments: argparse.Namespace) -> list[Variant]:
     return [Variant(path=p, dtype=d, budget=b) for p in paths for d in dtypes for b in budgets]
 
 
-def measure(process: ProcessInfo, run_id: str, job: Job, variants: list[Variant], num_rounds: int) -> RankFigures:
+def measure(
+    process: ProcessInfo, run_id: str, job: Job, variants: list[Variant], turns: int, num_rounds: int
+) -> RankFigures:
     """Measure every variant in turn on each rank, in rounds, so that a change of the machine's speed meets them all."""
-    batch = grouped_rows(job.workload, job.spec.tokenizer_size, seed=1)
+    batch = grouped_rows(job.workload, job.spec.tokenizer_size, seed=1, turns=turns)
     rows = share_of_rank(job, batch, process)
     denominators = denominators_of(batch, job.workload.max_response)
     specs = {(v.path, v.dtype): spec_of(job.spec, v) for v in variants}
@@ -152,10 +158,12 @@ def report_of(
             columns["fill"] = metrics["perf/micro_batch_fill"].value
         if "perf/shared_token_share" in metrics:
             columns["shared"] = metrics["perf/shared_token_share"].value
+        if "turns" in work:
+            columns["grad norm"] = metrics["grad_norm"].value
         if ranks[0].memory_gb:
             columns["peak GB"] = max(figures.memory_gb[name] for figures in ranks)
         rows.append(Row(name=name, seconds=seconds, floor_seconds=flops / rate[variant.dtype], figures=columns))
-    shared = tokens_with_shared_prompts(batch)
+    shared = computed_tokens(batch)
     figures: dict[str, Any] = {"tokens": sum(lengths), "tokens_prompts_once": shared, "gemm_flops": gemm_flops}
     figures |= {"gemm_rate": rate, "parameters": job.cost.all_weights}
     report = Report(bench="update", work=work, rows=rows, figures=figures, notes=notes_of(rows, figures, job, ranks))
@@ -174,11 +182,11 @@ def notes_of(rows: list[Row], figures: dict[str, Any], job: Job, ranks: list[Ran
     source = next(iter(ranks[0].peaks.values()))[0].source
     rates = ", ".join(f"{dtype} {rate / 1e9:,.0f} GFLOP/s" for dtype, rate in figures["gemm_rate"].items())
     notes = [
-        f"{figures['tokens']:,} trained tokens, which every floor counts ({figures['tokens_prompts_once']:,} with each "
-        f"group's prompt once); {figures['parameters']:,} parameters; {job.num_ranks} rank(s). Floor: operations of "
+        f"{figures['tokens']:,} trained tokens, which every floor counts ({figures['tokens_prompts_once']:,} with what "
+        f"rows begin with once); {figures['parameters']:,} parameters; {job.num_ranks} rank(s). Floor: operations of "
         f"the forward and backward pass at the rate of matrix products ({source}, all ranks: {rates}); x 6PT: seconds "
         "by 6 x parameters x trained tokens at that rate; recomputed activations count as no operations. shared: share "
-        "of the trained tokens that needed no computation, because their prompt was in the same micro-batch.",
+        "of the trained tokens that needed no computation, because another row of their micro-batch begins with them.",
     ]
     best = {kind: min(row.seconds or 0 for row in rows if kind in row.name.split(", ")) for kind in kinds_of(rows)}
     for fast, slow in (("packed", "unshared"), ("packed", "padded"), ("bfloat16", "float32")):

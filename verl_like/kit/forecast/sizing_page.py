@@ -208,7 +208,7 @@ def _floors(name: str, device: str, count: int, prompt: int, response: int) -> d
     peak = DevicePeak(flops=sheet[0], bandwidth=sheet[1], source="data sheet").times(count)
     run = RunShape(actor=cost, critic=None, peak=peak, weight_bytes=2, responses_per_prompt=8, rollout_replicas=count,
                    actor_epochs=1, critic_epochs=1, actor_shares_prompts=True)  # fmt: skip
-    rows = ([prompt] * 512, [response] * 512, [i // 8 for i in range(512)])
+    rows = ([prompt] * 512, [response] * 512, [prompt if i % 8 else 0 for i in range(512)])
     flops = {phase: number / peak.flops for phase, number in phase_flops(run, *rows).items()}
     return {
         "gen": generation_floor(run, *rows),

@@ -15,7 +15,7 @@ from verl_like.kit.speed.advice import Settings, advise
 from verl_like.kit.speed.roofline import RunShape, speed_line, speed_metrics
 from verl_like.models.heads import dtype_of
 from verl_like.models.loading import shares_prompts
-from verl_like.models.shared_prompts import shared_prefixes
+from verl_like.models.prefix_tree import beginnings
 from verl_like.parallel.device_peak import DevicePeak
 from verl_like.trainer.costs import ModelCosts
 
@@ -77,16 +77,11 @@ class SpeedReport:
     def metrics(
         self, rollouts: Rollouts | Experience, seconds: Mapping[str, float], metrics: Mapping[str, float]
     ) -> dict[str, float]:
-        """Compute perf/mfu/*, perf/floor_ratio/* and perf/memory_forecast/* of one step, whose other metrics are known.
-
-        Rows of a group answer one prompt, unless an episode's later rows have prompts of their own.
-        """
-        numbers, shared_B = rollouts.group_B.tolist(), rollouts.prompt_length_B
-        if rollouts.episode_B is not None:
-            numbers, shared_B = shared_prefixes(rollouts)
+        """Compute perf/mfu/*, perf/floor_ratio/* and perf/memory_forecast/* of a step; its others are known."""
+        repeated = beginnings(rollouts).repeated()
         lengths = rollouts.prompt_length_B.tolist(), rollouts.response_length_B.tolist()
         forward_only = metrics.get("perf/forward_only_share", 0.0)
-        told = speed_metrics(self.shape, seconds, *lengths, numbers, forward_only, shared_B.tolist())
+        told = speed_metrics(self.shape, seconds, *lengths, repeated, forward_only)
         return {**self.memory, **told}
 
     def log(self, seconds: Mapping[str, float], metrics: Mapping[str, float]) -> None:

@@ -47,19 +47,15 @@ def phase_flops(
     shape: RunShape,
     prompts: Sequence[int],
     responses: Sequence[int],
-    groups: Sequence[int] | None = None,
+    repeated: Sequence[int] = (),
     forward_only: float = 0.0,
-    shared: Sequence[int] | None = None,
 ) -> dict[str, float]:
     """Count the operations that each training pass over these rows must make (lengths in tokens, one entry a row).
 
-    groups: a number for each row, equal where rows begin alike; passes that share prompts compute that part once.
-    shared: tokens of the row's prompt that are shared; None: all.
+    repeated: tokens at each row's beginning that another row has too; passes that share prompts compute them there.
     forward_only: share of the tokens that the actor's update gives no backward pass.
     """
     totals = [p + r for p, r in zip(prompts, responses, strict=True)]
-    first = _is_first(groups or range(len(prompts)))
-    repeated = [common for common, is_first in zip(shared or prompts, first, strict=True) if not is_first]
     forward = shape.actor.forward_flops(totals, sum(responses))
     if shape.actor_shares_prompts:
         forward -= shape.actor.forward_flops(repeated, 0)
@@ -76,34 +72,24 @@ def phase_flops(
     return flops
 
 
-def _is_first(groups: Sequence[int]) -> list[bool]:
-    """True for the rows whose prompt no earlier row has."""
-    seen: set[int] = set()
-    return [not (group in seen or seen.add(group)) for group in groups]
-
-
 def generation_floor(
     shape: RunShape,
     prompts: Sequence[int],
     responses: Sequence[int],
-    groups: Sequence[int] | None = None,
-    shared: Sequence[int] | None = None,
+    repeated: Sequence[int] = (),
 ) -> float:
     """Seconds that sampling must take: each prompt read once, then decoding, bound by operations or by memory.
 
     Memory: every step of a replica reads its weights once (there are at least as many steps as the longest response has
-    tokens), and each new token reads its row's cache.
+    tokens), and each new token reads its row's cache. repeated: as in `phase_flops`; none: prompts of groups.
     """
     model = shape.actor
-    once = list(prompts[:: shape.responses_per_prompt])
-    if groups is not None:
-        once = [prompt for prompt, first in zip(prompts, _is_first(groups), strict=True) if first]
+    once, known = list(prompts[:: shape.responses_per_prompt]), list[int]()
+    if repeated:
+        read = [(prompt, common) for prompt, common in zip(prompts, repeated, strict=True) if common < prompt]
+        once, known = [prompt for prompt, _ in read], [common for _, common in read]
     peak = shape.peak_of("rollout")
-    prefill = model.forward_flops(once, len(once)) / peak.flops
-    if groups is not None and shared is not None:  # what the others have behind it
-        later = [(p, s) for p, s, first in zip(prompts, shared, _is_first(groups), strict=True) if not first and p > s]
-        whole, known = [p for p, _ in later], [s for _, s in later]
-        prefill += (model.forward_flops(whole, len(later)) - model.forward_flops(known, 0)) / peak.flops
+    prefill = (model.forward_flops(once, len(once)) - model.forward_flops(known, 0)) / peak.flops
     decode_flops = sum(
         model.forward_flops([p + r], r) - model.forward_flops([p], 0) for p, r in zip(prompts, responses, strict=True)
     )
@@ -124,9 +110,8 @@ def speed_metrics(
     seconds: Mapping[str, float],
     prompts: Sequence[int],
     responses: Sequence[int],
-    groups: Sequence[int] | None = None,
+    repeated: Sequence[int] = (),
     forward_only: float = 0.0,
-    shared: Sequence[int] | None = None,
 ) -> dict[str, float]:
     """Compute perf/mfu/<role> and perf/floor_ratio/<phase>.
 
@@ -134,11 +119,11 @@ def speed_metrics(
 
     seconds: wall clock per phase, as `StepClock.seconds`; phases that did not run get no metric.
     """
-    flops = phase_flops(shape, prompts, responses, groups, forward_only, shared)
+    flops = phase_flops(shape, prompts, responses, repeated, forward_only)
     ran = {name: seconds[name] for name in flops if seconds.get(name, 0.0) > 0}
     floors = {name: flops[name] / shape.peak_of(_PASSES[name][0]).flops for name in ran}
     metrics = {f"perf/mfu/{_PASSES[name][1]}": floors[name] / taken for name, taken in ran.items()}
-    floors["gen"] = generation_floor(shape, prompts, responses, groups, shared)
+    floors["gen"] = generation_floor(shape, prompts, responses, repeated)
     floors["update_weights"] = sync_floor(shape)
     ratios = {
         f"perf/floor_ratio/{name}": seconds[name] / floor

@@ -105,6 +105,8 @@ def update(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--paths", choices=("packed", "unshared", "padded"), nargs="+", help="default: packed; cpu: + padded"
     )
+    text = "agents: forks of each prompt, and the turns of each fork, a row for each turn with all that came before"
+    parser.add_argument("--agents", type=positive, nargs=2, metavar=("FORKS", "TURNS"), help=text)
 
 
 def step(parser: argparse.ArgumentParser) -> None:
