@@ -14,7 +14,7 @@ import pytest
 
 from tests.architecture.source import Source, package_sources, parse
 
-MOST_LINES = {"core": 34_675, "plugins": 13_920, "kit": 11_430}  # of code, by ring
+MOST_LINES = {"core": 34_705, "plugins": 13_920, "kit": 11_430}  # of code, by ring
 MOST_SMALL_FILES = {
     "core": 33,
     "plugins": 38,
