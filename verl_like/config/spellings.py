@@ -4,6 +4,7 @@ names/verl.txt says what verl's old and newer spellings are here (names.py has i
 the few translations that look at several settings at once or compute a value. Standard library only.
 """
 
+import difflib
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -104,7 +105,7 @@ def _one_split(changes: list[Change]) -> tuple[list[Change], list[str]]:
     A row's tokens are split once here, and experts are not split by columns: FSDP shards over those processes instead.
     """
     given = {renamed(each.key): each for each in changes}
-    result, told = list[Change](), list[str]()
+    result, told, instead = list[Change](), list[str](), dict[str, int]()
     for change in changes:
         match = _SPLIT.fullmatch(change.key)
         if match is None or _size(change.value, given) < 2:
@@ -121,7 +122,15 @@ def _one_split(changes: list[Change]) -> tuple[list[Change], list[str]]:
             why = f"beside {other.key}={other.value} FSDP shards the weights over these processes instead; same numbers"
             told.append(f"{change.key}={change.value}: {why}")
             result.append(Change(target, 1))
-    return result, told
+            instead[target] = _size(change.value, given)
+    return [_kept(change, instead) for change in result], told
+
+
+def _kept(change: Change, sizes: Mapping[str, int]) -> Change:
+    """A setting that follows a size which is left out, with that size."""
+    match = _REFERENCE.fullmatch(change.value) if isinstance(change.value, str) else None
+    size = sizes.get(renamed(match[2])) if match else None
+    return change if size is None else Change(change.key, size)
 
 
 def _other_split(role: str, given: Mapping[str, Change]) -> Change | None:
@@ -143,7 +152,14 @@ def _size(value: Any, given: Mapping[str, Change]) -> int:
         key = renamed(match[2])
         known = find_key(key)
         value = given[key].value if key in given else known.default if known else _read((match[3] or "0").strip())
-    return value if isinstance(value, int) else 0
+    return _whole(value)
+
+
+def _whole(value: Any) -> int:
+    """A whole number in any of the forms that a key of integers takes; 0 for what is none."""
+    if (isinstance(value, float) and value.is_integer()) or (isinstance(value, str) and value.isdecimal()):
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0
 
 
 def _left_out(change: Change) -> str | None:
@@ -160,12 +176,15 @@ def _reason(change: Change) -> tuple[str, bool] | None:
         return "??? is what YAML writes for a value that was not given", False
     key: str | None = change.key
     while key is not None:
-        spelling, key = key, None
+        spelling, key, own = key, None, None
         for row, match in rows_of(VERL, spelling, change.value):
+            if row.keys and "=" in row.keys[0]:
+                return None  # it has a counterpart at this value
             if row.kind == NOTHING and _says_nothing(row, spelling, change.value):
                 return row.note or f"{change.value} is what is done anyway", row.instead
+            own = row if row.kind == NOTHING else own  # it has another value than those that say nothing
             if row.kind == MISSING and not row.values:
-                off = _off(row, match, change.value)
+                off = None if own and own.instead else _off(own if own and own.note else row, match, change.value)
                 return None if off is None else (off, False)
             if row.renames:
                 key = match.expand(row.keys[0])
@@ -178,8 +197,7 @@ def _says_nothing(row: Row, key: str, value: Any) -> bool:
         known = find_key(renamed(key))
         return None in row.values and known is not None and not known.may_be_null
     if row.instead:
-        follows = isinstance(value, str) and _REFERENCE.fullmatch(value) is not None
-        return follows or (type(value) is int and value > 0)
+        return _whole(value) > 0 or (isinstance(value, str) and _REFERENCE.fullmatch(value) is not None)
     return value in row.values if row.values else not row.kept
 
 
@@ -247,6 +265,12 @@ def refusal(key: str) -> str | None:
         if row.kind == NOTHING and row.values and not row.kept:
             fix, why = f"set it to {written(row.values[0])}, or leave it out", row.note or newer
             return f"not available yet; {fix}{f' ({why})' if why else ''}"
+    section, _, name = key.rpartition(".")
+    places = (text.rpartition(".") for row in table(VERL) for text in row.texts() if not {*"*="} & {*text})
+    beside = [other for place, _, other in places if place == section]
+    near = [] if name in beside else difflib.get_close_matches(name, beside, n=1, cutoff=0.85)
+    if newer and near:
+        return f"did you mean {section}.{near[0]}?"
     return newer and f"not available yet ({newer})"
 
 

@@ -7,10 +7,14 @@ with as many workers as torchrun has processes there; the others end at once.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 from verl_like.ending import orderly_end
 from verl_like.trainer.main_ppo import quiet_tokenizers, train
@@ -71,7 +75,7 @@ def run(arguments: argparse.Namespace, objective: str = OBJECTIVE) -> None:
 def main(objective: str = OBJECTIVE, module: str = _MODULE) -> None:
     """Compose the configuration from the command line and train."""
     quiet_tokenizers()
-    with orderly_end():
+    with orderly_end(), _told_by_torchrun():
         try:
             words = of_torchrun(sys.argv[1:], os.environ, module)
         except ValueError as error:
@@ -83,6 +87,19 @@ def main(objective: str = OBJECTIVE, module: str = _MODULE) -> None:
         from verl_like.trainer.command_line import run_main
 
         run_main(train, [objective, *of_script(words)])
+
+
+@contextmanager
+def _told_by_torchrun() -> Iterator[None]:
+    """Give the error that ends the run to torchrun, whose own summary is the last that a user sees."""
+    file = os.environ.pop("TORCHELASTIC_ERROR_FILE", None)
+    try:
+        yield
+    except SystemExit as end:
+        if file is not None and isinstance(end.code, str):
+            told = {"message": end.code, "extraInfo": {"timestamp": str(int(time.time()))}}
+            Path(file).write_text(json.dumps({"message": told}), encoding="utf-8")
+        raise
 
 
 if __name__ == "__main__":

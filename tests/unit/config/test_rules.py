@@ -285,6 +285,8 @@ def test_every_row_names_real_keys():
     [
         (f"{R}.val_kwargs.min_tokens=999", f"min_tokens=999 with {R}.val_kwargs.max_tokens=None and"),
         (f"{A}.megatron.pipeline_model_parallel_size=foo", "=foo: give a whole number, at least 1, or leave it out"),
+        (f"{A}.megatron.pipeline_model_parallel_size=0", "=0: give a whole number, at least 1, or leave it out"),
+        (f"{A}.megatron.context_paralel_size=2", f"=2: did you mean {A}.megatron.context_parallel_size?"),
         (f"{A}.megatron.pipeline_model_parallel_size=-3", "=-3: give a whole number, at least 1, or leave it out"),
         (
             f"+{A}.megatron.override_transformer_config.moe_aux_loss_coeff=0.001",

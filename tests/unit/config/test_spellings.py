@@ -269,6 +269,7 @@ ROLLOUT = "actor_rollout_ref.rollout.tensor_model_parallel_size"
         ({TENSOR: 2, f"{OF_REF}.megatron.expert_model_parallel_size": 4}, 2, 1),
         ({TENSOR: 2, f"{OF_REF}.ulysses_sequence_parallel_size": 2}, 2, 1),
         ({TENSOR: 2, f"{OF_REF}.megatron.context_parallel_size": 1}, 2, None),
+        ({TENSOR: "2", CONTEXT: 2.0}, 1, None),
         ({TENSOR: f"${{{ROLLOUT}}}", ROLLOUT: 2, CONTEXT: 2}, 1, None),
         ({TENSOR: f"${{{ROLLOUT}}}", EXPERTS: 2}, f"${{{ROLLOUT}}}", None),  # 1, as it is not set
         ({TENSOR: 2, CONTEXT: f"${{oc.select:{ROLLOUT},1}}", ROLLOUT: 2}, 1, None),
@@ -286,6 +287,16 @@ def test_a_role_is_split_once_whoever_says_its_sizes(asked, actor, reference):
     for line in told:
         key, _, other = line.partition(": beside ")
         assert key.partition("=")[0] in asked and other.partition("=")[0] in asked
+
+
+def test_what_follows_a_size_that_is_left_out_keeps_it():
+    changes, _ = canonical([Change(ROLLOUT, f"${{{TENSOR}}}"), Change(TENSOR, 2), Change(CONTEXT, 2)])
+    assert changes[:2] == [Change(ROLLOUT, 2), Change(f"{F}.tensor_parallel_size", 1)]
+
+
+def test_a_switch_with_a_counterpart_is_that_one():
+    changes, _ = canonical([Change(f"{A}.megatron.override_transformer_config.moe_grouped_gemm", True)])
+    assert changes == [Change("actor_rollout_ref.model.experts_implementation", "grouped_mm")]
 
 
 def test_verls_sections_of_an_override_are_taken_apart():

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from tests.conftest import ROOT
 from verl_like.config import PPOConfig
@@ -16,7 +17,7 @@ from verl_like.config.schema import find_key, to_dict
 from verl_like.plugins.sft.names import TABLE
 from verl_like.trainer.command_line import run_main
 from verl_like.trainer.compose import compose
-from verl_like.trainer.sft_trainer import OBJECTIVE, of_script, of_torchrun
+from verl_like.trainer.sft_trainer import OBJECTIVE, main, of_script, of_torchrun
 
 
 def composed(*words: str) -> PPOConfig:
@@ -88,3 +89,16 @@ def test_torchrun_starts_one_run_of_a_machine() -> None:
     assert of_torchrun([], one) == ["trainer.n_gpus_per_node=1", "trainer.launcher=local"]
     with pytest.raises(ValueError, match=r"trainer\.nnodes=2 trainer\.n_gpus_per_node=4"):
         of_torchrun([], rank | {"WORLD_SIZE": "8"})
+
+
+def test_torchruns_summary_holds_our_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It prints that behind all that the run has said, so the clear message is the last."""
+    file, size = tmp_path / "error.json", {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}
+    for name, value in {**size, "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_ERROR_FILE": str(file)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.argv", ["sft_trainer"])
+    with pytest.raises(SystemExit):
+        main()
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(file))
+    told = ChildFailedError("sft_trainer", {0: failure}).format_msg()
+    assert "traceback : error: torchrun with 2 machines" in told
