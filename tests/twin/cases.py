@@ -39,6 +39,8 @@ CASES = [
     case("Ulysses 2", QWEN3, f"{_ULYSSES}=2", f"{_REF_ULYSSES}=2"),
     case("Ulysses 4", LLAMA, f"{_ULYSSES}=4", f"{_REF_ULYSSES}=4", world=64),
     case("Ulysses 4 of 2 key heads", MIDDLE, f"{_ULYSSES}=4", world=64),
+    case("chunks 2", QWEN3, f"{_FSDP}.context_parallel_size=2"),
+    case("chunks 4 and Ulysses 2", MIDDLE, f"{_FSDP}.context_parallel_size=4", f"{_ULYSSES}=2", world=64),
     case("tensor 2", LLAMA, f"{_FSDP}.tensor_parallel_size=2"),
     case("tensor 2, 64 ranks", LARGE, f"{_FSDP}.tensor_parallel_size=2", f"{_FSDP}.fsdp_size=16", world=64),
     case("experts", EXPERTS, world=64),
@@ -77,6 +79,7 @@ _DEEPER: list[tuple[str, str, int, list[str]]] = [  # for the memory forecast: n
     ("Qwen2.5-7B, parked", LARGE, 8, [*PARKED, f"{_REF}.param_offload=true"]),
     ("Qwen3-8B", QWEN3, 64, []),
     ("Qwen3-8B, Ulysses 2", QWEN3, 8, [f"{_ULYSSES}=2", f"{_REF_ULYSSES}=2"]),
+    ("Qwen3-8B, chunks 2", QWEN3, 8, [f"{_FSDP}.context_parallel_size=2"]),
     ("Llama-3.1-8B, activations kept", LLAMA, 8, [f"{_MODEL}.enable_gradient_checkpointing=false"]),
     ("Llama-3.1-8B, tensor 2", LLAMA, 8, [f"{_FSDP}.tensor_parallel_size=2"]),
 ]

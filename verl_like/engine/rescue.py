@@ -12,8 +12,8 @@ would leave the others waiting. What can be rescued, therefore:
                                                           that it has not reached, with zeros for gradients. The flag
                                                           is that of the next forward pass; behind the last backward
                                                           pass there is one of its own
-    both, with Ulysses, tensor or expert      yes         no: other collectives run inside. The rank's error ends the
-    parallelism, full_kl or images                        run, and names the key to lower
+    both, with Ulysses, context, tensor or    yes         no: other collectives run inside. The rank's error ends the
+    expert parallelism, full_kl or images                 run, and names the key to lower
     units inside of units                     yes         no: their order is another
     backward pass with units smaller than a   yes         no: what is computed again gathers them in an order of its
     block, or with fsdp_size=1                            own; a reduction between whole models is FSDP's alone

@@ -143,7 +143,8 @@ def four(process: ProcessInfo, paths: dict[str, str], saved: str, others: str) -
     """Rows shared by all four; by two and two; of two copies of the model; by two, with heads by two more."""
     found, batch = everything(Group(process, 4), paths, saved, others), batch_of()
     for name, group in {"groups": Group(process, 2), "copies": Group(process, 2, fsdp_size=2)}.items():
-        found[f"meshes_{name}"] = group.gradients(group.engine(paths["plain"]), batch)
+        found[f"meshes_{name}"] = group.gradients(engine := group.engine(paths["plain"]), batch)
+        found[f"meshes_{name}_first"] = group.gradients(engine, batch, batch.select(range(9 * (not group.index))))
     group, heads = Group(process, 2, ulysses=2), {"override_config": {"num_attention_heads": 2}}
     found["ulysses"] = group.gradients(group.engine(paths["plain"], model=heads), batch)
     return found

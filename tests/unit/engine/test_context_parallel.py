@@ -88,11 +88,11 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(
 def test_meshes_of_four_ranks(
     process: ProcessInfo, paths: dict[str, str], one: dict[str, Any], four: list[dict[str, Any]]
 ) -> None:
-    """Two groups; two copies of the model; and chunks whose heads are shared by two ranks more."""
+    """Two groups, also one of them without rows; two copies of the model; chunks whose heads two ranks share."""
     heads = {"override_config": {"num_attention_heads": 2}}
     whole = Group(process, 1)
     alone = whole.gradients(whole.engine(paths["plain"], model=heads), scenarios.batch_of())
     for rank in four:
-        for name in ("groups", "copies"):
+        for name in ("groups", "groups_first", "copies", "copies_first"):
             by_parameter(rank[f"meshes_{name}"], one["gradients_plain"], 1e-5)
         by_parameter(rank["ulysses"], alone, 1e-5)

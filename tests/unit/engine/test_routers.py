@@ -20,6 +20,7 @@ from tests.unit.models import zoo
 from tests.unit.rollout.tiny import build_for
 from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.config.actor import RouterConfig
+from verl_like.config.fsdp import FSDPConfig
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.kit.selfcheck.check import minibatch_gradients
 from verl_like.parallel.dist import ProcessInfo
@@ -59,10 +60,12 @@ def of_two_ranks(process: ProcessInfo, paths: dict[str, str], folder: str) -> di
         engine = build_engine(process, paths["qwen3_moe"], router=router)
         mine = batch.select(range(9) if process.rank == 0 else [])  # the other rank has no rows
         found[form] = minibatch_gradients(engine, mine, PolicyLoss(), denominators(batch), rule=tiny.ONE_BATCH)
-    engine = build_engine(process, paths["qwen3_moe"], ulysses=process.world_size, **R2)
-    rows = noted(engine, batch)  # each rank has a slice of its tokens
-    found["routes"] = {"noted": rows.routes_T}
-    found["replayed"] = minibatch_gradients(moved(engine), rows, PolicyLoss(), denominators(rows), rule=CUT)
+    chunks = FSDPConfig(context_parallel_size=process.world_size)
+    for name, sharing in {"replayed": {"ulysses": process.world_size}, "chunks": {"fsdp": chunks}}.items():
+        engine = build_engine(process, paths["qwen3_moe"], **sharing, **R2)
+        rows = noted(engine, batch)  # each rank has a part of its tokens
+        found[f"{name}_routes"] = rows.routes_T
+        found[name] = minibatch_gradients(moved(engine), rows, PolicyLoss(), denominators(rows), rule=CUT)
     return found
 
 
@@ -110,13 +113,14 @@ def test_a_bias_is_sent_proved_and_kept_exactly(
 
 
 def test_two_ranks_are_one(process: ProcessInfo, paths: dict[str, str], tmp_path: Path) -> None:
-    """Biases and losses, of one rank's gradients too; routes noted and replayed on slices of Ulysses."""
+    """Biases and losses, of one rank's gradients too; routes noted and replayed on slices and chunks of rows."""
     two = tiny.spawn_ranks(2, of_two_ranks, tmp_path / "ranks", paths, str(tmp_path / "saved"))
     one = of_two_ranks(process, paths, str(tmp_path / "alone"))
     for result in two:
         assert_same(result["biases"], one["biases"], 0.0)
-        assert torch.equal(result["routes"]["noted"], one["routes"]["noted"])
-        for form in (*LOSSES, "replayed"):
+        for name in ("replayed_routes", "chunks_routes"):
+            assert torch.equal(result[name], one[name])
+        for form in (*LOSSES, "replayed", "chunks"):
             assert_same(result[form], one[form], 2e-5)
     resumed = build_engine(process, paths["deepseek_v3"], seed=77)
     resumed.load(str(tmp_path / "saved"), contents=["model"])
