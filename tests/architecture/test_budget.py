@@ -14,7 +14,7 @@ import pytest
 
 from tests.architecture.source import Source, package_sources, parse
 
-MOST_LINES = {"core": 34_650, "plugins": 13_900, "kit": 11_430}  # of code, by ring
+MOST_LINES = {"core": 34_655, "plugins": 13_915, "kit": 11_430}  # of code, by ring
 MOST_SMALL_FILES = {
     "core": 33,
     "plugins": 38,

@@ -258,6 +258,8 @@ def balance_ranks(costs: Sequence[float], num_ranks: int, prompts: PromptsOfRows
 
 
 def _by_tokens(num_tokens: Sequence[int], budget: int, prompts: PromptsOfRows | None) -> list[list[int]]:
+    if sum(num_tokens) <= budget:
+        return [list(range(len(num_tokens)))]
     alone = [[i] for i, n in enumerate(num_tokens) if n >= budget]
     shared = [i for i, n in enumerate(num_tokens) if n < budget]
     packed = few_bins([num_tokens[i] for i in shared], budget)
