@@ -1,10 +1,13 @@
 """The same supervised steps through TRL's SFTTrainer, padded and packed, and through verl_like: tokens/s and losses.
 
-    python recipes/trl_comparison/compare_sft.py --trl-python trl_env/bin/python
+    python recipes/trl_comparison/compare_sft.py --trl-python trl_env/bin/python --threads 1 --rounds 3
 
-TRL's environment is the README's. Both sides train the same tokens, in the same order, on a new Qwen2 model of 4.7
-million parameters in float32, with a learning rate of 0: so each step's loss is one of the same weights. TRL runs with
-each of the micro-batch sizes given; its fastest run counts, padded or packed.
+TRL's environment is the README's. Both sides train the same tokens, in the same order, on a new Qwen2 model in float32
+(with --vocabulary 64 the benchmarks' `cpu` shape), at a learning rate of 0: so each step's loss is one of the same
+weights. Every run is a process; a round is one of verl_like and one of TRL with each micro-batch size, padded and
+packed. The first step is not counted. Processor seconds are printed beside the clock's: other programs disturb them
+less. Packed, TRL's rows see each other without FlashAttention, which a CPU does not have: its losses are not those of
+the data.
 """
 
 from __future__ import annotations
@@ -18,31 +21,33 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 STEPS, ROWS = 3, int(os.environ.get("ROWS", "64"))
-VOCABULARY = 2048
+OWN = "verl_like"
 
 
-def write_inputs(folder: Path) -> None:
+def write_inputs(folder: Path, vocabulary: int) -> None:
     """A model, and conversations of random words: 16 to 64 tokens asked, answers of 8 to 400, short ones mostly."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-    words = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(VOCABULARY - 3))]
+    words = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(vocabulary - 3))]
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
     fast.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     config = Qwen2Config(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=256,
         intermediate_size=768,
-        num_hidden_layers=5,
+        num_hidden_layers=6,
         num_attention_heads=8,
-        num_key_value_heads=2,
+        num_key_value_heads=4,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
         eos_token_id=1,
@@ -55,7 +60,7 @@ def write_inputs(folder: Path) -> None:
     draw = random.Random(1)
 
     def text(count: int) -> str:
-        return " ".join(f"w{draw.randrange(VOCABULARY - 3)}" for _ in range(count)) + " "
+        return " ".join(f"w{draw.randrange(vocabulary - 3)}" for _ in range(count)) + " "
 
     lengths = [
         (draw.randint(16, 64), min(400, max(8, round(draw.lognormvariate(4.3, 0.8))))) for _ in range(STEPS * ROWS)
@@ -67,8 +72,13 @@ def write_inputs(folder: Path) -> None:
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 
-def of_verl_like(folder: Path, threads: int) -> dict[str, Any]:
-    """Seconds of a step (without the first), tokens and losses; the tokens are written for the other side."""
+def seconds() -> tuple[float, float]:
+    """Time by the clock, and of the processor."""
+    return time.perf_counter(), time.process_time()
+
+
+def of_verl_like(folder: Path) -> dict[str, Any]:
+    """Seconds, tokens and losses of the steps; the tokens are written for the other side."""
     import verl_like
     from verl_like.config import DataConfig
     from verl_like.config.sft import SFTConfig
@@ -94,19 +104,22 @@ def of_verl_like(folder: Path, threads: int) -> dict[str, Any]:
         "trainer.default_local_dir": str(folder / "run"),
         "trainer.resume_mode": "disable",
     }
-    metrics = [*verl_like.run(verl_like.compose(settings)).steps.values()]
+    metrics = list[dict[str, float]]()
+    with verl_like.build(verl_like.compose(settings)) as trainer:
+        trainer.start()
+        ends = [seconds()]
+        while not trainer.done():
+            metrics.append(trainer.step())
+            ends.append(seconds())
+        trainer.finish()
     data = DataConfig(messages_key="messages", train_files=[settings["data.train_files"]])
     tokenizer = load_tokenizer(str(folder / "tokenizer"), False, "data.tokenizer")
     dataset = SFTDataset(data, data.train_files, tokenizer, split="train", sft=SFTConfig())
     rows = [dataset.rows(number)[0] for number in range(len(dataset))]
     tokens = [{"input_ids": row.ids.tolist(), "completion_mask": row.trained.astype(int).tolist()} for row in rows]
     (folder / "tokens.json").write_text(json.dumps(tokens))
-    return {
-        "seconds": [step["timing_s/step"] for step in metrics],
-        "losses": [step["train/loss"] for step in metrics],
-        "tokens": [step["train/tokens"] for step in metrics],
-        "threads": threads,
-    }
+    losses, tokens = ([step[f"train/{name}"] for step in metrics] for name in ("loss", "tokens"))
+    return {"ends": ends, "losses": losses, "tokens": tokens}
 
 
 def of_trl(folder: Path, micro_batch: int, *, packed: bool) -> dict[str, Any]:
@@ -121,21 +134,21 @@ def of_trl(folder: Path, micro_batch: int, *, packed: bool) -> dict[str, Any]:
         def _get_train_sampler(self, dataset: Any = None) -> SequentialSampler:
             return SequentialSampler(dataset or self.train_dataset)
 
-    ends: list[float] = []
+    ends = list[tuple[float, float]]()
 
     class Ends(TrainerCallback):
         def on_train_begin(self, *_: Any, **__: Any) -> None:
-            ends.append(time.perf_counter())
+            ends.append(seconds())
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            ends.append(time.perf_counter())
+            ends.append(seconds())
 
     rows = json.loads((folder / "tokens.json").read_text())
     settings: dict[str, Any] = {"packing": True, "max_length": 1024} if packed else {"max_length": 1024}
     steps = -(-ROWS // micro_batch)
     if packed:  # a pack of 1,024 tokens takes the place of several rows: as many packs a step as hold its tokens
         each = sum(len(row["input_ids"]) for row in rows) / STEPS
-        steps, micro_batch = max(1, round(each / 1024 / micro_batch)), micro_batch
+        steps = max(1, round(each / 1024 / micro_batch))
     trainer = InOrder(
         model=AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32),
         processing_class=AutoTokenizer.from_pretrained(folder / "tokenizer"),
@@ -161,46 +174,55 @@ def of_trl(folder: Path, micro_batch: int, *, packed: bool) -> dict[str, Any]:
     )
     trainer.train()
     logs = [log for log in trainer.state.log_history if "loss" in log]
-    seconds = [after - before for before, after in itertools.pairwise(ends)]
     seen = [log["num_tokens"] for log in logs]
-    tokens = [after - before for before, after in zip([0, *seen], seen, strict=False)]
-    return {"seconds": seconds, "losses": [log["loss"] for log in logs], "tokens": tokens}
+    tokens = [after - before for before, after in itertools.pairwise([0, *seen])]
+    return {"ends": ends, "losses": [log["loss"] for log in logs], "tokens": tokens}
 
 
-def speed(found: dict[str, Any]) -> float:
-    """Tokens a second of all steps but the first."""
-    return sum(found["tokens"][1:]) / sum(found["seconds"][1:])
+def speed(found: dict[str, Any]) -> tuple[float, float]:
+    """Tokens of all steps but the first, by second of the clock and of the processor."""
+    _, (clock, processor), *_, (last_clock, last_processor) = found["ends"]
+    tokens = sum(found["tokens"][1:])
+    return tokens / (last_clock - clock), tokens / (last_processor - processor)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trl-python", default=sys.executable)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--micro-batches", type=int, nargs="+", default=[4, 16])
-    parser.add_argument("--side", nargs=3, metavar=("FOLDER", "MICRO_BATCH", "PACKED"), help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--vocabulary", type=int, default=64)
+    parser.add_argument("--padded", type=int, nargs="+", default=[4, 16], help="rows of TRL's micro-batches")
+    parser.add_argument("--packed", type=int, nargs="+", default=[1, 4], help="packs of TRL's micro-batches")
+    parser.add_argument("--side", nargs=3, metavar=("FOLDER", "KIND", "MICRO_BATCH"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.side:
-        folder, micro_batch, packed = arguments.side
-        found = of_trl(Path(folder), int(micro_batch), packed=packed == "packed")
-        (Path(folder) / "found.json").write_text(json.dumps(found))
+        folder, kind, size = Path(arguments.side[0]), arguments.side[1], int(arguments.side[2])
+        found = of_verl_like(folder) if kind == OWN else of_trl(folder, size, packed=kind == "packed")
+        (folder / "found.json").write_text(json.dumps(found))
         return
-    os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
+    sides = [(OWN, 0), *(("padded", size) for size in arguments.padded), *(("packed", n) for n in arguments.packed)]
+    losses, speeds = dict[tuple[str, int], list[float]](), defaultdict[tuple[str, int], list[tuple[float, float]]](list)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_inputs(folder)
-        own = of_verl_like(folder, arguments.threads)
-        print(f"verl_like       {speed(own):8,.0f} tokens/s  losses {own['losses']}", flush=True)
-        best, padded = 0.0, own["losses"]
-        for kind in ("padded", "packed"):
-            for size in arguments.micro_batches:
-                command = [arguments.trl_python, __file__, "--side", name, str(size), kind]
-                subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-                found = json.loads((folder / "found.json").read_text())
-                best = max(best, speed(found))
-                padded = found["losses"] if kind == "padded" else padded
-                print(f"TRL {kind} {size:>3}  {speed(found):8,.0f} tokens/s  losses {found['losses']}", flush=True)
-        gap = max(abs(one - other) / abs(other) for one, other in zip(own["losses"], padded, strict=True))
-        print(f"{speed(own) / best:.2f} times TRL's fastest; losses differ from its padded ones by {gap:.1e} at most")
+        write_inputs(folder, arguments.vocabulary)
+        for kind, size in sides * arguments.rounds:
+            command = [sys.executable if kind == OWN else arguments.trl_python, __file__]
+            environment = os.environ | {"OMP_NUM_THREADS": str(arguments.threads)}
+            side = ["--side", name, kind, str(size)]
+            subprocess.run([*command, *side], check=True, stdout=subprocess.DEVNULL, env=environment)
+            found = json.loads((folder / "found.json").read_text())
+            losses[kind, size] = found["losses"]
+            speeds[kind, size].append(speed(found))
+            told = "{:,.0f} tokens/s, {:,.0f} by processor second".format(*speeds[kind, size][-1])
+            print(f"{kind:>9} {size or '':>3}  {told}; losses {found['losses']}", flush=True)
+    middle = {side: [median(column) for column in zip(*found, strict=True)] for side, found in speeds.items()}
+    own = middle.pop((OWN, 0))
+    ratios = [one / max(column) for one, column in zip(own, zip(*middle.values(), strict=True), strict=True)]
+    padded = losses["padded", arguments.padded[0]]
+    gap = max(abs(one - other) / abs(other) for one, other in zip(losses[OWN, 0], padded, strict=True))
+    print("{:.2f} times TRL's fastest by the clock, {:.2f} by processor time".format(*ratios), end="; ")
+    print(f"losses differ from its padded ones by {gap:.1e} at most")
 
 
 if __name__ == "__main__":

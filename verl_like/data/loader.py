@@ -57,8 +57,11 @@ class PromptLoader:
 
     def draw(self, count: int | None = None) -> list[Prompt]:
         """The next `count` prompts, by default a batch."""
-        positions, numbers = self._sampler.draw(count or self._batch_size, drop_last=self._drop_last)
-        return read_prompts(self._dataset, positions, numbers)
+        return read_prompts(self._dataset, *self.places(count))
+
+    def places(self, count: int | None = None) -> tuple[list[int], list[int]]:
+        """Positions in the data set and numbers of the next `count` prompts, by default a batch, which are not read."""
+        return self._sampler.draw(count or self._batch_size, drop_last=self._drop_last)
 
     def give_back(self, unused: Sequence[Prompt]) -> None:
         """Prompts that were drawn and not used: they come first in the next batch, in this order."""

@@ -289,6 +289,8 @@ def balance_ranks(costs: Sequence[float], num_ranks: int, shared: SharedRows | N
 
 
 def _by_tokens(num_tokens: Sequence[int], budget: int, shared: SharedRows | None) -> list[list[int]]:
+    if sum(num_tokens) <= budget:
+        return [list(range(len(num_tokens)))]
     alone = [[i] for i, n in enumerate(num_tokens) if n >= budget]
     fitting = [i for i, n in enumerate(num_tokens) if n < budget]
     packed = few_bins([num_tokens[i] for i in fitting], budget)

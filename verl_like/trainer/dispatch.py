@@ -49,6 +49,8 @@ class RowBalance:
 
         forward_only_B: rows whose backward pass the update leaves out; None: all rows take the same passes.
         """
+        if num_ranks == 1:
+            return [list(range(len(rows)))]
         passes_B = torch.ones(len(rows), dtype=torch.float64)
         if forward_only_B is not None:
             passes_B = torch.where(forward_only_B, 1.0, 1.0 + BACKWARD).double()

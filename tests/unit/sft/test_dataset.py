@@ -195,6 +195,27 @@ def test_a_long_file_is_looked_at_in_several_processes(
 POOL = chat.ProcessPoolExecutor
 
 
+def test_a_row_is_encoded_once_while_there_is_room(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The look through all rows keeps what it made of them; of more than fit, the oldest are encoded again."""
+    path, asked = write(tmp_path / "rows.jsonl", *(talk("ask", letter * 20) for letter in "abcdef")), list[int]()
+    made = dataset(tokenizer, [path])
+    made.check_rows()
+    first = [made.rows(i)[0].ids.tolist() for i in range(6)]
+    encode = module.encoded
+    monkeypatch.setattr(module, "encoded", lambda *given: asked.append(1) or encode(*given))
+    assert [made.rows(i)[0].ids.tolist() for i in range(6)] == first and not asked
+    assert len({*map(tuple, first)}) == 6
+    monkeypatch.setattr(module, "_KEPT", 3 * (len(first[0]) + 64))
+    small = dataset(tokenizer, [path])
+    small.check_rows()
+    for order, encoded in (((3, 4, 5), 0), ((0, 1, 2), 3), ((2, 1, 0), 0), ((3,), 1)):
+        asked.clear()
+        assert [small.rows(i)[0].ids.tolist() for i in order] == [first[i] for i in order]
+        assert len(asked) == encoded, order
+
+
 def test_null_content_beside_calls_is_what_the_template_knows(tmp_path: Path, tokenizer: Any) -> None:
     """DeepSeek's templates tell a call by content that is none; others want an empty text, or arguments as text."""
     call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}

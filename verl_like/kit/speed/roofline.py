@@ -123,7 +123,8 @@ def speed_metrics(
     ran = {name: seconds[name] for name in flops if seconds.get(name, 0.0) > 0}
     floors = {name: flops[name] / shape.peak_of(_PASSES[name][0]).flops for name in ran}
     metrics = {f"perf/mfu/{_PASSES[name][1]}": floors[name] / taken for name, taken in ran.items()}
-    floors["gen"] = generation_floor(shape, prompts, responses, repeated)
+    if seconds.get("gen", 0.0) > 0:
+        floors["gen"] = generation_floor(shape, prompts, responses, repeated)
     floors["update_weights"] = sync_floor(shape)
     ratios = {
         f"perf/floor_ratio/{name}": seconds[name] / floor

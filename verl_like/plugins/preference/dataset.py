@@ -225,6 +225,9 @@ class PreferenceDataset(Items, SFTDataset):
             tasks.append(self._as_task(messages, row.tools, turns, cells))
         return tasks
 
+    def _remember(self, position: int, whole: list[Row]) -> list[Row]:
+        return whole  # `_whole` keeps the item
+
     def _whole(self, position: int, found: list[list[Row]] | str) -> list[Row]:
         """Rows of all answers, before they are cut; and keep the item, unless it is longer than it may be."""
         if isinstance(found, str):

@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 
 _TOOLS = "tools"  # verl's column of tool schemas, which files may have
 _MANY = 20_000  # rows whose encoding is announced: about a millisecond each
-_KEPT = 2048  # conversations whose tokens (and images) stay in memory: those of a batch are asked for more than once
+_KEPT = 2**25  # tokens of conversations that stay in memory, with 64 for what each row needs: about 200 MB
+_IMAGES = 2**14  # that the images of one stand for
 
 
 class SFTDataset(PromptDataset):
@@ -52,7 +53,7 @@ class SFTDataset(PromptDataset):
         vision: VisionProcessor | None = None,
         more: Collection[str] = (),
     ) -> None:
-        self.sft, self._rows = sft, dict[int, list[Row]]()
+        self.sft, self._rows, self._size = sft, dict[int, list[Row]](), 0
         named = (sft.response_key, sft.mask_key, sft.enable_thinking_key, _TOOLS)
         columns = {*more, *(name for name in named if name is not None)}
         super().__init__(data, files, tokenizer, split=split, seed=seed, vision=vision, columns=columns)
@@ -82,12 +83,10 @@ class SFTDataset(PromptDataset):
         if position not in self._rows:
             found = encoded(self.encoder, [attempt(self._task, position)])[0]
             try:
-                self._rows[position] = [self._fitted(row) for row in self._whole(position, found)]
+                return self._remember(position, self._whole(position, found))
             except ValueError as error:
                 place = self._place(position)
                 raise ValueError(f"{place}: {str(error).removeprefix(f'{place}: ')}") from error
-            if len(self._rows) > _KEPT:
-                del self._rows[next(iter(self._rows))]
         return self._rows[position]
 
     def batch(self, indices: Sequence[int], numbers: Sequence[int]) -> Experience:
@@ -118,6 +117,15 @@ class SFTDataset(PromptDataset):
             return found
         media = self.row(position).media
         return [placed(each, media, self._vision, self.data.max_image_megapixels) for each in found]
+
+    def _remember(self, position: int, whole: list[Row]) -> list[Row]:
+        """Cut the rows of a conversation, and keep them for the next time they are asked for, instead of the oldest."""
+        self._size -= _size(self._rows.pop(position, []))
+        rows = self._rows[position] = [self._fitted(row) for row in whole]
+        self._size += _size(rows)
+        while self._size > _KEPT:
+            self._size -= _size(self._rows.pop(next(iter(self._rows))))
+        return rows
 
     def _fitted(self, row: Row) -> Row:
         return fitted(row, self.sft.max_length, self.data.truncation)
@@ -163,7 +171,10 @@ class SFTDataset(PromptDataset):
         for position, found in self._all_rows():
             place = self._place(position)
             try:
-                kept.append(report.keeps(place, self._whole(position, found), self._fitted))
+                rows = self._whole(position, found)
+                kept.append(report.keeps(place, rows, self._fitted))
+                if kept[-1]:
+                    self._remember(position, rows)
             except ValueError as error:
                 kept.append(report.refuse(place, error))
         report.tell()
@@ -182,6 +193,11 @@ class SFTDataset(PromptDataset):
         done = in_processes(partial(self.encoding, self.encoder), tasks, num_workers=min(workers, len(chunks)))
         for chunk, found in zip(chunks, done, strict=True):
             yield from zip(chunk, found, strict=True)
+
+
+def _size(rows: Sequence[Row]) -> int:
+    """Room in `_KEPT` that the rows of a conversation take."""
+    return sum(len(row.ids) + 64 + _IMAGES * bool(row.media) for row in rows)
 
 
 def trained_turns(messages: Messages, mask: Any) -> list[int]:
@@ -229,8 +245,7 @@ class Batches:
 
     def next_batch(self) -> Experience:
         """Draw the next data.train_batch_size conversations."""
-        drawn = self.loader.draw()
-        return self.dataset.batch([prompt.position for prompt in drawn], [prompt.group for prompt in drawn])
+        return self.dataset.batch(*self.loader.places())
 
     def trained(self) -> None:
         """Do nothing: all that is drawn is trained in the same step."""
