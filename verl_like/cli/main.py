@@ -80,7 +80,7 @@ VERBS = (
         help="serve one base model to clients of the Tinker protocol, each with adapters of its own",
         examples=(
             "verl-like serve model.path=MODEL",
-            "verl-like serve model.path=MODEL serve.host=0.0.0.0 serve.api_keys=keys.txt serve.model_name=Qwen/Qwen3-8B",
+            "verl-like serve model.path=MODEL serve.model_name=Qwen/Qwen3-8B serve.host=0.0.0.0 serve.api_keys=keys",
         ),
     ),
     Verb(

@@ -114,7 +114,9 @@ class Adapter:
 
     def __init__(self, spec: AdapterSpec, alpha: float, pairs: dict[str, tuple[Tensor, Tensor]], trained: bool) -> None:
         self.spec, self.alpha, self.scale = spec, alpha, alpha / spec.rank
-        self.pairs = {name: (a.requires_grad_(trained), b.requires_grad_(trained)) for name, (a, b) in sorted(pairs.items())}
+        self.pairs = {
+            name: (a.requires_grad_(trained), b.requires_grad_(trained)) for name, (a, b) in sorted(pairs.items())
+        }
         self.gradients: list[Tensor] | None = None
         self.optimizer = torch.optim.AdamW(self.parameters(), lr=0.0, foreach=True) if trained else None
 

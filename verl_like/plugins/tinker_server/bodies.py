@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from verl_like.plugins.tinker_server.wire import Refused
 
@@ -145,28 +145,8 @@ class Sample(Body):
     record_stability_info: bool | None = None
 
 
-class Retrieve(Body):
-    request_id: str
-
-
-class OfSession(Body):
-    session_id: str
-
-
-class OfSampler(Body):
-    sampling_session_id: str
-
-
-class OfPath(Body):
-    tinker_path: str
-
-
 class Ttl(Body):
     ttl_seconds: int | None = Field(None, ge=1, le=_YEARS)
-
-
-class OfModelAlone(Body):
-    model_id: str
 
 
 def read(kind: type[T], body: bytes) -> T:
@@ -177,3 +157,9 @@ def read(kind: type[T], body: bytes) -> T:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"])) or "the body"
         raise Refused(f"{place}: {first['msg']}", 422) from error
+
+
+def text(body: bytes, name: str) -> str:
+    """Read one text of a JSON body. Raises Refused where it is none."""
+    kind = create_model("Named", __base__=Body, **{name: (str, ...)})  # pyright: ignore[reportCallIssue, reportArgumentType]
+    return getattr(read(kind, body), name)

@@ -56,8 +56,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What is asked of a sampler about one prompt. targets: ids [T - 1, K] to be scored behind its tokens; -1: none.
+    """Prompt, and all that is asked of a sampler about it.
 
+    targets: ids [T - 1, K] to be scored behind its tokens; -1: none.
     last: number of the prompt's tokens, from its end, that are scored.
     """
 
@@ -182,9 +183,7 @@ class Engines:
     Raises ValueError where the configuration does not fit the model.
     """
 
-    def __init__(
-        self, config: PPOConfig, *, device: str, tokenizer_size: int, max_model_len: int, run_id: str
-    ) -> None:
+    def __init__(self, config: PPOConfig, *, device: str, tokenizer_size: int, max_model_len: int, run_id: str) -> None:
         policy, seed = config.actor_rollout_ref, config.trainer.seed
         self._alpha, self._base, self._models = config.serve.lora_alpha, policy.model.path, dict[str, Adapter]()
         self._snapshots: OrderedDict[Path, Adapter] = OrderedDict()

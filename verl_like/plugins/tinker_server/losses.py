@@ -1,4 +1,4 @@
-"""Losses of the protocol, each a sum over tokens and targets; what a gradient is divided by, the client puts into weights.
+"""Losses of the protocol, each a sum over tokens and targets: what it is to be divided by is in the client's weights.
 
 With p the policy's log-prob of a target, q that of the sampler, r = exp(p - q), A the advantage:
     cross_entropy         -w p

@@ -1,4 +1,4 @@
-"""What requests do: sessions, models, futures, checkpoints, samplers. HTTP is in server.py, numbers are in engine.py.
+"""Requests and what they do: sessions, models, futures, samplers. HTTP is in server.py, numbers are in engine.py.
 
 All state is that of one event loop; the engines compute in one thread beside it, a request at a time.
 """
@@ -13,22 +13,20 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 from verl_like.plugins.tinker_server import bodies, wire
 from verl_like.plugins.tinker_server.adapters import AdapterSpec
-from verl_like.plugins.tinker_server.engine import Answer, Prompt
+from verl_like.plugins.tinker_server.catalogue import Catalogue
+from verl_like.plugins.tinker_server.engine import Answer, Engines
 from verl_like.plugins.tinker_server.fair import FairQueue, Job
+from verl_like.plugins.tinker_server.prompts import Limits, prompt_of
 from verl_like.plugins.tinker_server.store import Record, Store
 from verl_like.plugins.tinker_server.wire import Refused
-from verl_like.rollout.rollout_engine import SamplingParams, request_seed
+from verl_like.rollout.rollout_engine import request_seed
 
 log = logging.getLogger(__name__)
 
@@ -40,57 +38,19 @@ _OF_JOB = ("tenant", "kind", "session", "model", "seq")
 Change = Callable[[], str | None]  # of the store, made together with a result; a folder that is then of no use
 
 
-class Engines(Protocol):
-    """What computes: `engine.Engines`, or another in its place. Its methods are called in one thread, but for cancel.
-
-    They raise ValueError for what the client's request is at fault.
-    """
-
-    def has(self, model: str) -> bool: ...
-    def check(self, spec: AdapterSpec) -> None: ...
-    def create(self, model: str, spec: AdapterSpec) -> None: ...
-    def load(self, model: str, folder: Path, *, optimizer: bool) -> AdapterSpec: ...
-    def save(self, model: str, folder: Path, *, optimizer: bool) -> None: ...
-    def drop(self, model: str) -> None: ...
-    def forward_backward(
-        self, model: str, rows: Any, loss: str, settings: Any, *, backward: bool, seed: int
-    ) -> tuple[list[Any], dict[str, float]]: ...
-    def optim_step(self, model: str, params: dict[str, float]) -> dict[str, float]: ...
-    def drop_gradient(self, model: str) -> None: ...
-    def sample(self, name: str, folder: Path | None, prompt: Prompt) -> Answer | None: ...
-    def cancel(self, name: str) -> None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What the server is for. model: the base's name to clients; tokenizer: folder of its tokenizer, where the name
-    does not say it. eos_ids end a response."""
-
-    model: str
-    arch: str
-    tokenizer: str | None
-    vocabulary: int
-    longest: int  # tokens of prompt and response
-    eos_ids: tuple[int, ...]
-    seed: int
-    max_rank: int
-    checkpoint_freq: int
-    max_queued: int
-    session_timeout: float
-
-
 class Service:
     """The server without HTTP. Methods raise Refused for what is not taken. thread: a pool of one, the engines' own."""
 
     def __init__(self, engines: Engines, store: Store, limits: Limits, thread: ThreadPoolExecutor) -> None:
         self.engines, self.store, self.limits = engines, store, limits
+        self.catalogue = Catalogue(store, limits)
         self._queue, self._futures = FairQueue(), dict[str, asyncio.Event]()
         self._seen: dict[str, float] = {}  # sessions, when they were last heard of
         self._broken: dict[str, str] = {}  # models, by which request their gradient is not whole
         self._steps: dict[str, int] = {}  # optimizer steps since a model's state was written
         self._thread = thread
         self._work, self._running = asyncio.Event(), ""
-        self._tasks: list[asyncio.Task[None]] = []
+        self.tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Take up what a server before this one left, and begin to compute."""
@@ -100,17 +60,18 @@ class Service:
             self._queue.next_seq[model["id"]] = self.store.value(last, model["id"]) + 1
         for each in self.store.rows("SELECT * FROM requests WHERE status = 'waiting' ORDER BY arrived"):
             self._enqueue(each)
-        self._tasks = [asyncio.create_task(self._compute()), asyncio.create_task(self._look_after())]
+        self.tasks = [asyncio.create_task(self._compute()), asyncio.create_task(self._look_after())]
 
     async def stop(self) -> None:
         """End after the request that is being computed."""
-        for task in self._tasks:
+        for task in self.tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self.tasks, return_exceptions=True)
 
     # --- sessions ----------------------------------------------------------------------------------------------------
 
-    def create_session(self, tenant: str, asked: bodies.CreateSession) -> Record:
+    def create_session(self, tenant: str, body: bytes) -> Record:
+        asked = bodies.read(bodies.CreateSession, body)
         name = uuid.uuid4().hex
         told = {"user_metadata": asked.user_metadata, "display_name": asked.display_name}
         self.store.add("sessions", id=name, tenant=tenant, created=time.time(), told=told)
@@ -123,22 +84,14 @@ class Service:
 
     def finish_session(self, tenant: str, session: str) -> None:
         """End a session as its client asks; a second time is no fault."""
-        self._owned("sessions", tenant, session, "session")
+        self.catalogue.owned("sessions", tenant, session, "session")
         self._end(session)
 
     def _session(self, tenant: str, session: str) -> Record:
-        found = self._owned("sessions", tenant, session, "session")
+        found = self.catalogue.owned("sessions", tenant, session, "session")
         if found["ended"] is not None:
             raise Refused(f"session {session} has ended: begin another", 410)
         self._seen[session] = time.monotonic()
-        return found
-
-    def _owned(self, table: str, tenant: str, name: str, what: str) -> Record:
-        """A record of this tenant; what is another's is as unknown as what is nobody's."""
-        key = "path" if table == "checkpoints" else "id"
-        found = self.store.row(f"SELECT * FROM {table} WHERE {key} = ? AND tenant = ?", name, tenant)
-        if found is None:
-            raise Refused(f"there is no {what} {name!r}", 404)
         return found
 
     def _end(self, session: str) -> None:
@@ -166,8 +119,9 @@ class Service:
 
     # --- models ------------------------------------------------------------------------------------------------------
 
-    def create_model(self, tenant: str, asked: bodies.CreateModel, body: bytes) -> Record:
+    def create_model(self, tenant: str, body: bytes) -> Record:
         """Begin a model of the base. Raises Refused for an adapter that it cannot have."""
+        asked = bodies.read(bodies.CreateModel, body)
         self._session(tenant, asked.session_id)
         self._base(asked.base_model)
         self._adamw(asked.optimizer_config)
@@ -184,15 +138,16 @@ class Service:
             raise Refused(f"lora_config: {error}") from error
         return self._first(tenant, asked, spec, "create", body)
 
-    def create_by_load(self, tenant: str, asked: bodies.CreateByLoad, body: bytes) -> Record:
+    def create_by_load(self, tenant: str, body: bytes) -> Record:
         """Begin a model with the state of a checkpoint."""
+        asked = bodies.read(bodies.CreateByLoad, body)
         self._session(tenant, asked.session_id)
         if asked.base_model is not None:
             self._base(asked.base_model)
         self._adamw(asked.optimizer_config)
-        found = self.checkpoint(tenant, asked.path)
-        spec = json.loads(self._value_of(found["model"], "spec"))
-        return self._first(tenant, asked, AdapterSpec(**spec), "load", body)
+        found = self.catalogue.checkpoint(tenant, asked.path)
+        spec = AdapterSpec(**self.catalogue.spec(found["model"]))
+        return self._first(tenant, asked, spec, "load", body)
 
     def _first(self, tenant: str, asked: Any, spec: AdapterSpec, kind: str, body: bytes) -> Record:
         name, now = f"{asked.session_id}:train:{asked.model_seq_id}", time.time()
@@ -212,13 +167,13 @@ class Service:
             raise Refused(f"optimizer_config.type={optimizer.type!r} is not available; choose adamw")
 
     def _model(self, tenant: str, name: str) -> Record:
-        found = self._owned("models", tenant, name, "model")
+        found = self.catalogue.owned("models", tenant, name, "model")
         self._session(tenant, found["session"])
         return found
 
     def info(self, tenant: str, name: str) -> Record:
         """Answer get_info."""
-        spec = json.loads(self._owned("models", tenant, name, "model")["spec"])
+        spec = json.loads(self.catalogue.owned("models", tenant, name, "model")["spec"])
         limits = self.limits
         data = {"arch": limits.arch, "model_name": limits.model, "tokenizer_id": limits.tokenizer}
         more = {"is_lora": True, "lora_rank": spec["rank"], "model_name": limits.model}
@@ -235,7 +190,7 @@ class Service:
         """Take a forward_backward, or a forward alone."""
         message = wire.parsed_pass(body)
         model = self._model(tenant, message.model_id)
-        if not 1 <= message.seq_id:
+        if not message.seq_id >= 1:
             raise Refused(f"seq_id={message.seq_id} must be at least 1")
         kind = "forward" if message.forward_only else "forward_backward"
         return self._submit(tenant, model["session"], model["id"], message.seq_id, kind, body)
@@ -278,7 +233,7 @@ class Service:
 
     async def retrieve(self, tenant: str, request: str) -> Record | None:
         """Wait for a request that was done or failed; None where it is neither yet."""
-        found = self._owned("requests", tenant, request, "request")
+        found = self.catalogue.owned("requests", tenant, request, "request")
         if found["session"] in self._seen:
             self._seen[found["session"]] = time.monotonic()
         if found["status"] == "waiting":
@@ -287,7 +242,7 @@ class Service:
                     await self._futures[request].wait()
             except TimeoutError:
                 return None
-            found = self._owned("requests", tenant, request, "request")
+            found = self.catalogue.owned("requests", tenant, request, "request")
         if found["result"] is None:
             raise Refused(f"the result of {request} was given before, and is gone", 410)
         self.store.tell(request)
@@ -295,7 +250,7 @@ class Service:
 
     def cancel(self, tenant: str, request: str) -> None:
         """End a sampling request, which waits or runs. Others are computed all the same: what follows them counts."""
-        found = self._owned("requests", tenant, request, "request")
+        found = self.catalogue.owned("requests", tenant, request, "request")
         if found["kind"] != "sample" or found["status"] != "waiting":
             return
         if self._queue.remove(lambda job: job.request == request):
@@ -362,7 +317,7 @@ class Service:
         if job.kind == "optim_step":
             return await self._optim_step(job, job.model)
         if job.kind == "create":
-            spec = AdapterSpec(**json.loads(self._value_of(job.model, "spec")))
+            spec = AdapterSpec(**self.catalogue.spec(job.model))
             await self._call(self.engines.create, job.model, spec)
             return _json({"type": "create_model", "model_id": job.model}), [await self._state(job, job.model)]
         if job.kind == "load":
@@ -431,7 +386,7 @@ class Service:
         """Put a checkpoint's weights, and its optimizer where that is asked for, into a model."""
         kind = bodies.Load if job.seq else bodies.CreateByLoad
         asked = bodies.read(kind, job.payload)
-        found = self.checkpoint(job.tenant, asked.path)
+        found = self.catalogue.checkpoint(job.tenant, asked.path)
         await self._call(self.engines.load, model, Path(found["folder"]), optimizer=asked.optimizer)
         self._broken.pop(model, None)  # what was added up is gone
         return _json({"type": "load_weights", "path": asked.path, "model_id": model}), [await self._state(job, model)]
@@ -441,16 +396,17 @@ class Service:
         training = job.kind == "save_weights"
         asked = bodies.read(bodies.Save if training else bodies.SaveForSampler, job.payload)
         path = None if asked.path is None else f"tinker://{model}/{'' if training else 'sampler_'}weights/{asked.path}"
-        if path is not None and not getattr(asked, "overwrite", False):
-            if self.store.row("SELECT path FROM checkpoints WHERE path = ?", path) is not None:
-                raise Refused(f"{path} is there already; choose another name, or overwrite=True for a state")
-        if path is None and asked.sampling_session_seq_id is None:
+        taken = self.store.row("SELECT path FROM checkpoints WHERE path = ?", path) is not None
+        if taken and not (isinstance(asked, bodies.Save) and asked.overwrite):
+            raise Refused(f"{path} is there already; choose another name, or overwrite=True for a state")
+        number = asked.sampling_session_seq_id if isinstance(asked, bodies.SaveForSampler) else None
+        if path is None and number is None:
             raise Refused("path or sampling_session_seq_id must be given")
         folder = self._folder("saved", job)
         await self._call(self.engines.save, model, folder, optimizer=training)
         answer: Record = {"type": job.kind, "path": path}
         if path is None:
-            sampler = f"{job.session}:sample:{asked.sampling_session_seq_id}"
+            sampler = f"{job.session}:sample:{number}"
             row = {"id": sampler, "tenant": job.tenant, "session": job.session, "folder": str(folder)}
             change: Change = partial(self.store.add, "samplers", replace=True, **row)
             return _json({**answer, "sampling_session_id": sampler}), [change]
@@ -469,8 +425,9 @@ class Service:
 
     # --- sampling ----------------------------------------------------------------------------------------------------
 
-    def create_sampler(self, tenant: str, asked: bodies.CreateSampler) -> Record:
+    def create_sampler(self, tenant: str, body: bytes) -> Record:
         """Open a sampling client on the base, or on a checkpoint's weights, which stay those of now."""
+        asked = bodies.read(bodies.CreateSampler, body)
         self._session(tenant, asked.session_id)
         folder = self._weights(tenant, asked.model_path, asked.base_model)
         name = f"{asked.session_id}:sample:{asked.sampling_session_seq_id}"
@@ -485,17 +442,17 @@ class Service:
             raise Refused("model_path or base_model must be given")
         if base is not None:
             self._base(base)
-        return None if path is None else self.checkpoint(tenant, path)["folder"]
+        return None if path is None else self.catalogue.checkpoint(tenant, path)["folder"]
 
     def join_sampler(self, tenant: str, name: str) -> Record:
         """Number a further client of a sampler."""
-        self._owned("samplers", tenant, name, "sampling session")
+        self.catalogue.owned("samplers", tenant, name, "sampling session")
         self.store.change("UPDATE samplers SET clients = clients + 1 WHERE id = ?", name)
         count = self.store.value("SELECT clients FROM samplers WHERE id = ?", name)
         return {"type": "join_sampling_session", "client_counter": count}
 
     def sampler(self, tenant: str, name: str) -> Record:
-        found = self._owned("samplers", tenant, name, "sampling session")
+        found = self.catalogue.owned("samplers", tenant, name, "sampling session")
         return {"sampler_id": name, "base_model": self.limits.model, "model_path": found["path"]}
 
     def submit_sample(self, tenant: str, body: bytes) -> Record:
@@ -503,174 +460,23 @@ class Service:
         asked = bodies.read(bodies.Sample, body)
         if asked.sampling_session_id is None or asked.seq_id is None:
             raise Refused("sampling_session_id and seq_id must be given: create a sampling session first")
-        sampler = self._owned("samplers", tenant, asked.sampling_session_id, "sampling session")
+        sampler = self.catalogue.owned("samplers", tenant, asked.sampling_session_id, "sampling session")
         self._session(tenant, sampler["session"])
-        self._prompt(asked, sampler["id"])
+        prompt_of(asked, sampler["id"], self.limits)
         name = f"{sampler['id']}:{asked.seq_id}"
         self._accept(name, tenant, sampler["session"], "sample", body)
         return {"request_id": name, "sample_sequence_ids": [f"{name}:{i}" for i in range(asked.num_samples)]}
 
-    def _prompt(self, asked: bodies.Sample, sampler: str) -> Prompt:
-        """Check and translate a request. What is random follows from numbers that are the same in every run."""
-        limits, params = self.limits, asked.sampling_params
-        if any(chunk.type != "encoded_text" for chunk in asked.prompt.chunks):
-            raise Refused("prompt has an image or a sound: this server reads text alone")
-        if asked.record_stability_info:
-            raise Refused("record_stability_info=True is not available (loss stable_reinforce); leave it out")
-        ids = [token for chunk in asked.prompt.chunks for token in chunk.tokens]
-        room = limits.longest - len(ids)
-        if not ids or room < 1:
-            raise Refused(f"prompt has {len(ids)} tokens, where 1 to {limits.longest - 1} fit the model")
-        if not 0 <= min(ids) <= max(ids) < limits.vocabulary:
-            most = limits.vocabulary - 1
-            raise Refused(f"prompt has ids from {min(ids)} to {max(ids)}, where the tokenizer has 0 to {most}")
-        last, targets = asked.prompt_logprobs_last_n, None
-        if last is not None and not (asked.prompt_logprobs and last < len(ids)):
-            raise Refused(f"prompt_logprobs_last_n={last} needs prompt_logprobs, and a prompt of more tokens")
-        if asked.target_prompt_logprobs is not None:
-            targets = _targets(asked.target_prompt_logprobs, len(ids), limits.vocabulary)
-        stop = [params.stop] if isinstance(params.stop, str) else params.stop
-        words = tuple(each for each in stop or () if isinstance(each, str))
-        if "" in words:
-            raise Refused("sampling_params.stop has an empty text")
-        ends = () if stop == [] else (*limits.eos_ids, *(each for each in stop or () if isinstance(each, int)))
-        if ends and not 0 <= min(ends) <= max(ends) < limits.vocabulary:
-            raise Refused(f"sampling_params.stop={params.stop} has ids that the tokenizer lacks")
-        drawn = ("sample", sampler.rpartition(":")[2], asked.seq_id or 0)
-        return Prompt(
-            ids=ids,
-            sampling=SamplingParams(
-                temperature=params.temperature,
-                top_p=params.top_p,
-                top_k=params.top_k or -1,
-                max_tokens=min(params.max_tokens or room, room),
-                stop=words,
-                stop_token_ids=ends,
-            ),
-            seed=request_seed(limits.seed, *(drawn if params.seed is None else ("given", params.seed))),
-            num_samples=asked.num_samples,
-            scored=bool(asked.prompt_logprobs),
-            last=last,
-            topk=asked.topk_prompt_logprobs,
-            topk_sampled=asked.topk_sample_logprobs,
-            targets=targets,
-        )
-
     async def _sample(self, job: Job) -> bytes:
         asked = bodies.read(bodies.Sample, job.payload)
         assert asked.sampling_session_id is not None
-        sampler = self._owned("samplers", job.tenant, asked.sampling_session_id, "sampling session")
+        sampler = self.catalogue.owned("samplers", job.tenant, asked.sampling_session_id, "sampling session")
         folder = None if sampler["folder"] is None else Path(sampler["folder"])
-        prompt = self._prompt(asked, sampler["id"])
+        prompt = prompt_of(asked, sampler["id"], self.limits)
         answer: Answer | None = await self._call(self.engines.sample, job.request, folder, prompt)
         if answer is None:
             raise Refused("it was cancelled")
         return wire.samples_output(answer)
-
-    # --- checkpoints and runs ----------------------------------------------------------------------------------------
-
-    def checkpoint(self, tenant: str, path: str) -> Record:
-        """A checkpoint of this tenant, by its path."""
-        found = self._owned("checkpoints", tenant, path, "checkpoint")
-        if found["expires"] is not None and found["expires"] < time.time():
-            raise Refused(f"checkpoint {path!r} has expired", 404)
-        return found
-
-    def weights_info(self, tenant: str, path: str) -> Record:
-        found = self.checkpoint(tenant, path)
-        spec = json.loads(self._value_of(found["model"], "spec"))
-        targets = {name: spec[name] for name in ("train_attn", "train_mlp", "train_unembed")}
-        return {"base_model": self.limits.model, "is_lora": True, "lora_rank": spec["rank"], **targets}
-
-    def delete_checkpoint(self, tenant: str, path: str) -> None:
-        self.store.remove_checkpoint(self.checkpoint(tenant, path)["path"])
-
-    def set_ttl(self, tenant: str, path: str, seconds: int | None) -> None:
-        expires = None if seconds is None else time.time() + seconds
-        self.store.change("UPDATE checkpoints SET expires = ? WHERE path = ?", expires, self.checkpoint(tenant, path)["path"])
-
-    def checkpoints(self, tenant: str, model: str | None, limit: int, offset: int) -> Record:
-        """List a model's checkpoints, or a tenant's, the newest first."""
-        if model is not None:
-            self._owned("models", tenant, model, "model")
-        rows = self.store.rows(
-            "SELECT * FROM checkpoints WHERE tenant = ? AND (? IS NULL OR model = ?) AND coalesce(expires, 1e12) > ? "
-            "ORDER BY created DESC",
-            *(tenant, model, model, time.time()),
-        )
-        page = [_told_checkpoint(row) for row in rows[offset : offset + limit]]
-        return {"checkpoints": page, "cursor": {"offset": offset, "limit": limit, "total_count": len(rows)}}
-
-    def runs(self, tenant: str, limit: int, offset: int) -> Record:
-        """List a tenant's models, the newest first."""
-        rows = self.store.rows("SELECT * FROM models WHERE tenant = ? ORDER BY created DESC", tenant)
-        page = [self._told_run(row) for row in rows[offset : offset + limit]]
-        return {"training_runs": page, "cursor": {"offset": offset, "limit": limit, "total_count": len(rows)}}
-
-    def run(self, tenant: str, model: str) -> Record:
-        return self._told_run(self._owned("models", tenant, model, "model"))
-
-    def _told_run(self, row: Record) -> Record:
-        newest = "SELECT * FROM checkpoints WHERE model = ? AND kind = ? ORDER BY created DESC LIMIT 1"
-        found = {kind: self.store.row(newest, row["id"], kind) for kind in ("training", "sampler")}
-        return {
-            "training_run_id": row["id"],
-            "base_model": self.limits.model,
-            "model_owner": row["tenant"],
-            "is_lora": True,
-            "lora_rank": json.loads(row["spec"])["rank"],
-            "last_request_time": _time(row["used"]),
-            "last_checkpoint": found["training"] and _told_checkpoint(found["training"]),
-            "last_sampler_checkpoint": found["sampler"] and _told_checkpoint(found["sampler"]),
-            "user_metadata": json.loads(row["told"])["user_metadata"],
-        }
-
-    def sessions(self, tenant: str, limit: int, offset: int) -> Record:
-        query = "SELECT id FROM sessions WHERE tenant = ? ORDER BY created DESC LIMIT ? OFFSET ?"
-        return {"sessions": [row["id"] for row in self.store.rows(query, tenant, limit, offset)]}
-
-    def session(self, tenant: str, session: str) -> Record:
-        """Tell what a session has made."""
-        told = json.loads(self._owned("sessions", tenant, session, "session")["told"])
-        of = {
-            table: [row["id"] for row in self.store.rows(f"SELECT id FROM {table} WHERE session = ?", session)]
-            for table in ("models", "samplers")
-        }
-        return {"training_run_ids": of["models"], "sampler_ids": of["samplers"], **told}
-
-
-def _targets(asked: bodies.Targets, length: int, vocabulary: int) -> NDArray[np.int64]:
-    """Read ids to be scored, [length - 1, K], dense or as CSR; -1: nothing. Raises Refused."""
-    rows, place = length - 1, "target_prompt_logprobs"
-    if len(asked.shape) != 2 or asked.shape[0] != rows or not 1 <= asked.shape[1] <= 128 or not rows:
-        raise Refused(f"{place} has shape {asked.shape}, not [{rows}, K] with K from 1 to 128")
-    try:
-        values = np.asarray(asked.data, np.int64)
-        if asked.sparse_crow_indices is None:
-            ids = values.reshape(asked.shape)
-        else:
-            raise Refused(f"{place} in sparse form is not available yet: send it dense")
-    except ValueError as error:
-        raise Refused(f"{place}: {error}") from error
-    if ids.min() < -1 or ids.max() >= vocabulary:
-        raise Refused(f"{place} has ids from {ids.min()} to {ids.max()}: -1, or 0 to {vocabulary - 1}")
-    return ids
-
-
-def _told_checkpoint(row: Record) -> Record:
-    return {
-        "checkpoint_id": row["path"].removeprefix(f"tinker://{row['model']}/"),
-        "checkpoint_type": row["kind"],
-        "time": _time(row["created"]),
-        "tinker_path": row["path"],
-        "size_bytes": row["bytes"],
-        "user_metadata": json.loads(row["told"])["user_metadata"],
-        "expires_at": row["expires"] and _time(row["expires"]),
-    }
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
 def _json(value: Record) -> bytes:

@@ -22,9 +22,11 @@ from verl_like.config.errors import ConfigError, input_errors, problems_of, rais
 from verl_like.models.families import refuse_vision
 from verl_like.observe.logs import setup_driver_logging
 from verl_like.plugins.tinker_server.engine import Engines
+from verl_like.plugins.tinker_server.prompts import Limits
 from verl_like.plugins.tinker_server.server import application
-from verl_like.plugins.tinker_server.service import Limits, Service
+from verl_like.plugins.tinker_server.service import Service
 from verl_like.plugins.tinker_server.store import Store
+from verl_like.rollout.hf import HFRolloutEngine
 from verl_like.small_files import read_text
 from verl_like.trainer import sft_trainer
 from verl_like.trainer.command_line import run_parsed
@@ -97,12 +99,12 @@ def _problems(facts: ServeFacts) -> Iterator[str]:
     """Yield all that is wrong, as far as it can be told without the model's weights."""
     config = facts.config
     model, rollout, trainer = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, config.trainer
-    if rollout.name != "hf":
+    if rollout.engine.code != f"{HFRolloutEngine.__module__}:{HFRolloutEngine.__qualname__}":
         yield f"actor_rollout_ref.rollout.name={rollout.name}: not available yet under `verl-like serve`; set it to hf"
     if trainer.nnodes != 1 or trainer.n_gpus_per_node != 1:
         yield (
-            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} with trainer.nnodes={trainer.nnodes}: the server is one "
-            "process; leave them out"
+            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} with trainer.nnodes={trainer.nnodes}: the server is "
+            "one process; leave them out"
         )
     if model.lora_rank or model.lora_adapter_path:
         yield f"{_MODEL}.lora_rank={model.lora_rank}: clients bring the adapters; leave it out"
@@ -132,7 +134,9 @@ def _listening(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
-        raise ValueError(f"serve.host={host}, serve.port={port}: cannot listen there ({error}); choose others") from error
+        raise ValueError(
+            f"serve.host={host}, serve.port={port}: cannot listen there ({error}); choose others"
+        ) from error
 
 
 async def _serve(config: PPOConfig, facts: ServeFacts, folder: Path, run_id: str, listening: socket.socket) -> None:
@@ -147,7 +151,7 @@ async def _serve(config: PPOConfig, facts: ServeFacts, folder: Path, run_id: str
         service = Service(engines, store, limits_of(config, facts), thread)
         await service.start()
         app = application(service, facts.api_keys, config.serve.max_request_megabytes * 2**20)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, auto_decompress=False)
         await runner.setup()
         try:
             await web.SockSite(runner, listening).start()
@@ -163,7 +167,7 @@ async def _serve(config: PPOConfig, facts: ServeFacts, folder: Path, run_id: str
 
 
 def limits_of(config: PPOConfig, facts: ServeFacts) -> Limits:
-    """What the service is told of model and keys."""
+    """Collect what the service is told of model and keys."""
     serving, path = config.serve, config.actor_rollout_ref.model.path
     return Limits(
         model=serving.model_name or path,

@@ -35,7 +35,7 @@ Record = dict[str, Any]
 
 
 class Store:
-    """The file `server.sqlite` of a folder. One thread uses it."""
+    """SQLite file of a folder. One thread uses it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -96,7 +96,7 @@ class Store:
         self.change("UPDATE requests SET told = ? WHERE id = ? AND told IS NULL", time.time(), request)
 
     def keep_state(self, model: str, seq: int, folder: Path | None) -> str | None:
-        """Make a folder the model's state after request `seq`, whose bodies are no longer needed; return the old one."""
+        """Make a folder the model's state after request `seq`, and forget bodies up to there; return the old one."""
         old = self.value("SELECT state FROM models WHERE id = ?", model)
         state = None if folder is None else str(folder)
         self.change("UPDATE models SET state = ?, state_seq = ? WHERE id = ?", state, seq, model)

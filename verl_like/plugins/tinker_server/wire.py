@@ -1,6 +1,6 @@
-"""Bodies of the protocol: tinker's protobuf messages and its JSON, to and from our rows. The tinker package is not needed.
+"""Protobuf bodies of the protocol, to and from our rows; the tinker package is not needed for it.
 
-Field numbers are those of `tinker_public.proto` in tinker 0.38. A map is a repeated pair, an enum a number: the same
+Field numbers are those of tinker's public schema, version 0.38. A map is a repeated pair, an enum a number: the same
 bytes. Arrays travel as raw bytes.
 """
 
@@ -31,7 +31,7 @@ Datum: model_input Chunk* 1, loss_fn_inputs NamedTensor* 2, model_input_spans Ot
 Number: key string 1, value double 2
 Setting: number double 1, text string 2
 NamedSetting: key string 1, value Setting 2
-Pass: model_id string 1, seq_id int32 2, data Datum* 3, loss_fn string 4, loss_fn_config Number* 5, forward_only bool 6, \
+Pass: model_id string 1, seq_id int32 2, data Datum* 3, loss_fn string 4, loss_fn_config Number* 5, forward_only bool 6,
 loss_fn_config_v2 NamedSetting* 7
 Batched: data bytes 1, offsets bytes 2, dtype int32 3, trailing_shape int64* 4
 NamedBatched: key string 1, value Batched 2
@@ -49,16 +49,16 @@ _DTYPES = {_FLOAT32: np.dtype(np.float32), _INT64: np.dtype(np.int64)}
 def _classes() -> dict[str, Any]:
     """Message classes of _MESSAGES, in a pool of their own: the tinker package may be loaded in the same process."""
     file = descriptor_pb2.FileDescriptorProto(name="wire.proto", package="wire", syntax="proto3")
-    for name, fields in re.findall(r"^(\w+): (.+)$", _MESSAGES.replace("\\\n", ""), re.M):
+    for name, fields in re.findall(r"^(\w+): (.+)$", _MESSAGES.replace(",\n", ", "), re.M):
         message = file.message_type.add(name=name)
         for field in fields.split(", "):
             key, kind, number = field.split()
             described = message.field.add(name=key, number=int(number), label=3 if kind.endswith("*") else 1)
             kind = kind.rstrip("*")
             if kind in _TYPES:
-                described.type = _TYPES[kind]
+                described.type = _TYPES[kind]  # pyright: ignore[reportAttributeAccessIssue]
             else:
-                described.type, described.type_name = 11, f".wire.{kind}"
+                described.type_name = f".wire.{kind}"  # which says that it is a message
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     names = [message.name for message in file.message_type]
@@ -195,9 +195,7 @@ def pass_output(rows: Sequence[Row], log_probs: Sequence[NDArray[np.float32]], m
         offsets = np.array([0, len(data)], np.int64).tobytes()
         trailing = [values.shape[1]] if row.targets.shape[1] > 1 else []
         field = record.fields.add(key="logprobs")
-        field.value.MergeFrom(
-            MESSAGES["Batched"](data=data, offsets=offsets, dtype=_FLOAT32, trailing_shape=trailing)
-        )
+        field.value.MergeFrom(MESSAGES["Batched"](data=data, offsets=offsets, dtype=_FLOAT32, trailing_shape=trailing))
     for name, value in metrics.items():
         message.metrics.add(key=name, value=value)
     return message.SerializeToString()
