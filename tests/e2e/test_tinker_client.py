@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 import urllib.request
@@ -19,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.worlds.packages import PEFT, TINKER_CLIENT, fetch
+from tests.worlds.packages import DATASETS, PEFT, TINKER_CLIENT, fetch
 from tests.worlds.processes import start
 
 pytestmark = pytest.mark.engines
@@ -301,3 +303,47 @@ def test_keys_are_asked_for(fetched: Path, model: Path, tmp_path: Path) -> None:
             .create_sampling_client(base_model=str(model))
             .result()
         )
+
+
+@pytest.fixture(scope="module")
+def chatty(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model whose tokenizer knows the ends of turns."""
+    from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+    folder = tmp_path_factory.mktemp("chatty")
+    tokenizer = AutoTokenizer.from_pretrained(shared_data / "tok_minimind")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ends = {"eos_token_id": tokenizer.eos_token_id, "max_position_embeddings": 512}
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(Qwen2Config(vocab_size=len(tokenizer), num_key_value_heads=2, **sizes, **ends)).save_pretrained(
+        folder
+    )
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_recipes_of_the_cookbook_run_unedited(fetched: Path, shared_data: Path, chatty: Path, tmp_path: Path) -> None:
+    """Supervised and reinforcement learning, with what the hub has answered by tinker_start.py."""
+    if not (fetched / "datasets").is_dir():
+        fetch(fetched, [*DATASETS, "pylatexenc"])
+    env = {"TINKER_PACKAGES": str(fetched), "MODEL_DIR": str(chatty), "TOKENIZERS_PARALLELISM": "false"}
+    env |= {"GSM8K_FILE": str(shared_data / "gsm8k" / "train.jsonl"), "PYTHONPATH": ""}
+    name = "Qwen/Qwen3-8B"
+    recipes = {
+        "sl_loop": ["batch_size=8", "max_steps=4", "learning_rate=1e-2"],
+        "rl_loop": ["batch_size=2", "max_steps=2", "group_size=4", "max_tokens=12", "loss_fn=importance_sampling"],
+    }
+    told: dict[str, list[dict[str, float]]] = {}
+    with server(chatty, tmp_path / "state", serve__model_name=name) as (url, _):
+        for recipe, words in recipes.items():
+            log = tmp_path / recipe
+            words = [f"model_name={name}", f"log_path={log}", f"base_url={url}", "lora_rank=8", "save_every=1", *words]
+            command = [sys.executable, str(Path(__file__).with_name("tinker_start.py"))]
+            command += [f"tinker_cookbook.recipes.{recipe}", *words]
+            run = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=240)
+            assert run.returncode == 0, run.stderr[-3000:]
+            told[recipe] = [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
+            assert (log / "checkpoints.jsonl").read_text().count("tinker://") >= 2
+    nll = [step["train_mean_nll"] for step in told["sl_loop"]]
+    assert len(nll) == 4 and nll[3] < nll[0] - 0.3
+    assert len(told["rl_loop"]) == 2 and all(step["grad_norm:mean"] > 0 for step in told["rl_loop"])

@@ -25,7 +25,7 @@ class Job:
 class FairQueue:
     """Jobs that wait. The tenant who has had least is served next; who was away has no claim from that time.
 
-    A model's job is ready when all jobs before it were taken. next_seq: number of a model's next job.
+    A model's job is ready when all before it were. next_seq: number of a model's next job.
     """
 
     def __init__(self) -> None:
@@ -34,9 +34,6 @@ class FairQueue:
         self._had: dict[str, float] = {}  # tokens
         self._now = 0.0  # what the tenant had who was served last
         self.next_seq: dict[str, int] = {}
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self.jobs())
 
     def jobs(self) -> Iterator[Job]:
         """All that wait."""
@@ -59,10 +56,6 @@ class FairQueue:
         while (due := early.pop(self.next_seq.setdefault(job.model, 1), None)) is not None:
             self.next_seq[job.model] += 1
             self._make_ready(due)
-
-    def skip(self, model: str, seq: int) -> None:
-        """Count a request that was refused as taken, so that those behind it need not wait."""
-        self.put(Job(request="", tenant="", kind="", session="", model=model, seq=seq))
 
     def pop(self) -> Job | None:
         """Take the next job; None where none is ready."""
@@ -90,8 +83,6 @@ class FairQueue:
         return gone
 
     def _make_ready(self, job: Job) -> None:
-        if not job.request:
-            return
         if job.tenant not in self._ready:
             self._had[job.tenant] = max(self._had.get(job.tenant, 0.0), self._now)
             self._ready[job.tenant] = deque()

@@ -159,7 +159,11 @@ async def _serve(config: PPOConfig, facts: ServeFacts, folder: Path, run_id: str
             url, who = f"http://{f'[{host}]' if ':' in host else host}:{port}", "any key that begins with tml-"
             who = who if facts.api_keys is None else f"keys of {', '.join(facts.api_keys)}"
             logger.info("serving %s at %s (TINKER_BASE_URL), %s; state in %s", service.limits.model, url, who, folder)
-            await ended.wait()
+            signalled = asyncio.create_task(ended.wait())
+            await asyncio.wait({signalled, *service.tasks}, return_when=asyncio.FIRST_COMPLETED)
+            for task in service.tasks:
+                if task.done():  # it ends by an error alone: a full disk, say
+                    task.result()
         finally:
             await runner.cleanup()
             await service.stop()

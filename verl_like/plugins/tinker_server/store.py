@@ -87,9 +87,12 @@ class Store:
         self.add("requests", **{"status": "waiting", **columns}, arrived=self._arrived)
 
     def finish(self, request: str, result: bytes, *, failed: bool = False) -> None:
-        """Write down what came of a request."""
-        status = "failed" if failed else "done"
-        self.change("UPDATE requests SET status = ?, result = ? WHERE id = ?", status, result, request)
+        """Write down what came of a request; the body of one that changes no model is not needed again."""
+        self.change(
+            "UPDATE requests SET status = ?, result = ?, body = CASE WHEN model IS NULL THEN NULL ELSE body END "
+            "WHERE id = ?",
+            *("failed" if failed else "done", result, request),
+        )
 
     def tell(self, request: str) -> None:
         """Note that a result was given."""

@@ -123,8 +123,6 @@ def _row(datum: Any, place: str, needed: Sequence[str], loss: str, vocabulary: i
     if targets is None or targets.dtype != np.int64:
         raise Refused(f"{place}.loss_fn_inputs.target_tokens must be there, int64")
     optional = (LOW, HIGH) if LOW in LOSSES[loss].settings else ()
-    if "weights" in needed and "weights" not in inputs:
-        raise Refused(f"{place}.loss_fn_inputs.weights is missing: loss_fn={loss} needs {', '.join(needed)}")
     for name in needed:
         if name not in inputs:
             raise Refused(f"{place}.loss_fn_inputs.{name} is missing: loss_fn={loss} needs {', '.join(needed)}")
