@@ -26,8 +26,11 @@ PARTS: dict[str, dict[str, str]] = {
     },
     # what is trained, beside answers that are sampled (trainer.objective): verl's names of its keys, its parts on the
     # driver, its loss in the workers
-    "names": dict.fromkeys(("sft", "preference"), f"{_PLUGINS}.sft.names:spelled"),
-    "objective": {name: f"{_PLUGINS}.{name}.start:objective" for name in ("sft", "preference")},
+    "names": dict.fromkeys(("sft", "preference", "serve"), f"{_PLUGINS}.sft.names:spelled"),
+    "objective": {
+        **{name: f"{_PLUGINS}.{name}.start:objective" for name in ("sft", "preference")},
+        "serve": f"{_PLUGINS}.tinker_server.start:objective",
+    },
     "loss": {
         "sft": f"{_PLUGINS}.sft.experience:Imitation",
         "preference": f"{_PLUGINS}.preference.pairs:Carried",

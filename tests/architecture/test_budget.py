@@ -14,9 +14,9 @@ import pytest
 
 from tests.architecture.source import Source, package_sources, parse
 
-MOST_LINES = {"core": 34_895, "plugins": 13_935, "kit": 11_440}  # of code, by ring
+MOST_LINES = {"core": 34_960, "plugins": 15_750, "kit": 11_440}  # of code, by ring
 MOST_SMALL_FILES = {
-    "core": 33,
+    "core": 34,
     "plugins": 38,
     "kit": 19,
 }  # with fewer than SMALL lines of any kind, __init__.py left out

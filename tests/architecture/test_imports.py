@@ -87,6 +87,8 @@ ALLOWED: dict[str, set[str]] = {
     # a trainer of its own, around the trainer's parts
     "plugins.sft": PLUGIN_LEVEL | {"algorithms", "observe", "trainer"},
     "plugins.preference": PLUGIN_LEVEL | {"algorithms", "plugins.sft", "trainer"},
+    # clients in the place of a trainer, around its engine
+    "plugins.tinker_server": PLUGIN_LEVEL | {"checkpoint", "cluster", "engine", "observe", "parallel", "trainer"},
     "plugins.sglang": {"config", "models", "remote_storage", "rollout"},
     "plugins.vllm": {"config", "models", "remote_storage", "rollout"},
     "plugins": set(),
@@ -140,9 +142,12 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         "verl_like/plugins/agents/tools/",
         "verl_like/plugins/verl_agents/",
     ),
-    "pydantic": ("verl_like/plugins/verl_agents/verl_shim/",),
+    "pydantic": ("verl_like/plugins/verl_agents/verl_shim/", "verl_like/plugins/tinker_server/bodies.py"),
     "flash_attn": ("verl_like/models/",),
-    "aiohttp": ("verl_like/plugins/agents/gateway/server.py", "verl_like/plugins/games/openenv.py"),
+    "aiohttp": (
+        *("verl_like/plugins/agents/gateway/server.py", "verl_like/plugins/games/openenv.py"),
+        *("verl_like/plugins/tinker_server/server.py", "verl_like/plugins/tinker_server/start.py"),
+    ),
     "bm25s": ("verl_like/plugins/agents/tools/search.py",),
     "httpx": ("verl_like/plugins/agents/tools/http_service.py",),
     "httpx2": ("verl_like/plugins/agents/tools/mcp_client.py",),

@@ -74,6 +74,16 @@ VERBS = (
         ),
     ),
     Verb(
+        name="serve",
+        folder="verl_like.plugins.tinker_server",
+        module="start",
+        help="serve one base model to clients of the Tinker protocol, each with adapters of its own",
+        examples=(
+            "verl-like serve model.path=MODEL",
+            "verl-like serve model.path=MODEL serve.model_name=Qwen/Qwen3-8B serve.host=0.0.0.0 serve.api_keys=keys",
+        ),
+    ),
+    Verb(
         name="plan",
         folder="verl_like.cli",
         help="check a command line of train and tell what it would do: no workers, no weights, nothing written",

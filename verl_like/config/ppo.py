@@ -14,6 +14,7 @@ from verl_like.config.model import ModelConfig
 from verl_like.config.preference import PreferenceConfig
 from verl_like.config.reward import CustomRewardFunctionConfig, RewardModelConfig
 from verl_like.config.rollout import RolloutConfig
+from verl_like.config.serve import ServeConfig
 from verl_like.config.sft import SFTConfig
 from verl_like.config.trainer import RayInitConfig, TrainerConfig
 
@@ -59,6 +60,8 @@ class PPOConfig(ConfigNode):
     """Answers that the data hold, in place of sampled ones."""
     preference: PreferenceConfig = section(PreferenceConfig, idle="trainer.objective is not preference")
     """Answers of which one is preferred."""
+    serve: ServeConfig = section(ServeConfig, idle="trainer.objective is not serve")
+    """A server for many clients with adapters of their own."""
     trainer: TrainerConfig = section(TrainerConfig)
     """The run."""
     async_training: AsyncTrainingConfig = section(AsyncTrainingConfig, idle="trainer.mode is sync")

@@ -71,9 +71,10 @@ class TrainerConfig(ConfigNode):
     """Project of the experiment trackers."""
     experiment_name: str = "gsm8k"
     """Name of the run."""
-    objective: str = key("rl", one_of("rl", "sft", "preference"))
+    objective: str = key("rl", one_of("rl", "sft", "preference", "serve"))
     """What is trained: rl, answers that the policy samples and rewards judge; sft, answers that the data hold (sft.*,
-    `verl-like sft`); preference, what makes one answer better than another (preference.*, `verl-like preference`)."""
+    `verl-like sft`); preference, what makes one answer better than another (preference.*, `verl-like preference`);
+    serve, what clients ask for (serve.*, `verl-like serve`)."""
     seed: int = key(1, at_least(0))
     """Seed of everything random: initialisation, sampling of tokens, order of prompts."""
     full_determinism: bool = False

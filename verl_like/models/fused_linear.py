@@ -74,6 +74,12 @@ class Head:
         logits = _matmul(hidden_cH, self.weight_VH[: self.rows()].t(), compute_dtype(hidden_cH))
         return logits if self.bias_V is None else logits.add_(self.bias_V[: self.rows()])
 
+    def widened(self, hidden_NH: Tensor, a_rH: Tensor, b_Vr: Tensor, scale: float) -> tuple[Tensor, Head]:
+        """Add scale * B A to the weight, as r more columns of hidden states and weight: no sum of both is rounded."""
+        low_Nr = hidden_NH @ a_rH.to(hidden_NH.dtype).t() * scale
+        weight = torch.cat([self.weight_VH, b_Vr.to(self.weight_VH.dtype)], 1)
+        return torch.cat([hidden_NH, low_Nr], 1), replace(self, weight_VH=weight)
+
     def rule(self, temperature: float) -> LogitRule:
         """Transformation of the logits before the softmax."""
         return LogitRule(scale=self.scale, softcap=self.softcap, temperature=temperature)

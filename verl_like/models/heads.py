@@ -59,6 +59,7 @@ class PolicyModel(TokenModel):
         self.reduce = partial(fused_reductions, backend=backend) if fused else full_logits_reductions
         self.logit_scale, self.softcap = logit_rule(hf)
         self.top_k = 0  # ids of each token in TOP_LOG_PROBS
+        self.low_rank: tuple[Tensor, Tensor, float] | None = None  # A [r, H], B [V, r], scale: a change of the head
         self.tempered: tuple[frozenset[str], float] | None = None  # names with a temperature of their own, and that
 
     def save_entropy_memory(self, *, chunked: bool, recomputed: bool) -> None:
@@ -97,6 +98,8 @@ class PolicyModel(TokenModel):
         if want == {HIDDEN}:
             return {HIDDEN: self.hidden_states(inputs)}
         hidden, head, found = self.hidden_states(inputs), self.head(), dict[str, Tensor]()
+        if self.low_rank is not None:
+            hidden, head = head.widened(hidden, *self.low_rank)
         if TOP_IDS in want:
             top = find_top_log_probs(hidden, head, self.top_k, temperature=temperature)
             found[TOP_LOG_PROBS], found[TOP_IDS] = top

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from tests.worlds.packages import TINKER, fetch
 from verl_like.plugins.games.adapters import GymnasiumText, TextRenderer, need
 from verl_like.plugins.games.forms import Step, act, begin, first_of, news, step_of
 from verl_like.plugins.games.games import KINDS, make
@@ -48,10 +49,7 @@ PACKAGES = {
         *("pycosat==0.6.6", "pyfiglet==1.0.2", "pytz", "tabulate==0.9.0", "zss", "drawsvg"),
         *("matplotlib", "kiwisolver", "cycler", "pyparsing", "fonttools"),
     ],
-    "tinker": [
-        *("tinker-cookbook==0.6.1", "tinker==0.38.0", "chz==0.4.0", "blobfile==3.3.0", "termcolor==3.3.0"),
-        *("distro", "sniffio", "orjson"),
-    ],
+    "tinker": TINKER,
     "openenv": [  # the server's alone: it needs mcp 1
         *("openenv==0.10.0", "fastmcp==3.4.10", "fastmcp-slim==3.4.10", "mcp==1.30.0", "httpx-sse==0.4.3"),
         *("tomli==2.5.0", "tomli_w==1.2.0", "cyclopts==5.4.0", "exceptiongroup==1.3.1", "rich-rst==2.2.0"),
@@ -107,13 +105,6 @@ def fetched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     sys.path.append(str(folder))
     yield folder
     sys.path.remove(str(folder))
-
-
-def fetch(folder: Path, packages: list[str]) -> None:
-    line = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--retries", "1", "--timeout", "10"]
-    run = subprocess.run([*line, "--target", str(folder), *packages], capture_output=True, text=True, timeout=240)
-    if run.returncode != 0:
-        pytest.skip(f"pip cannot fetch {packages[0]}: {run.stderr.strip()[-200:]}")
 
 
 @pytest.mark.engines

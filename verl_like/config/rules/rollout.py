@@ -255,7 +255,8 @@ idle(
     *("custom_reward_function.", "env.", "data.ground_truth_key", "data.max_prompt_length", "data.max_response_length"),
     *("distillation.", "actor_rollout_ref.actor.policy_loss."),
     *(f"actor_rollout_ref.actor.{name}" for name in ("use_kl_loss", "entropy_coeff", "sft_loss_coef", "rl_loss_coef")),
-    when="trainer.objective is not rl: the answers are in the data, nothing is sampled or judged",
+    when=lambda c: c.trainer.objective in ("sft", "preference"),
+    why="trainer.objective is not rl: the answers are in the data, nothing is sampled or judged",
 )
 idle(
     "data.filter_overlong_prompts_workers",

@@ -1,0 +1,349 @@
+"""The real `tinker` client, unmodified, against a server in a process of its own: numbers, isolation, a kill."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.worlds.packages import DATASETS, PEFT, TINKER_CLIENT, fetch
+from tests.worlds.processes import start
+
+pytestmark = pytest.mark.engines
+TEXT = "Once upon a time there was a little girl named Lily. She liked to play in the park."
+ADAM = {"learning_rate": 2e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.01}
+
+
+@pytest.fixture(scope="module")
+def fetched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The client's packages, at the end of the path: in TINKER_PACKAGES, or fetched."""
+    folder = Path(os.environ.get("TINKER_PACKAGES") or tmp_path_factory.mktemp("packages"))
+    if not (folder / "tinker").is_dir():
+        fetch(folder, [*TINKER_CLIENT, *PEFT])
+    sys.path.append(str(folder))
+    os.environ["TINKER_API_KEY"], os.environ["TINKER_TELEMETRY"] = "tml-a-key-of-a-test", "0"
+    yield folder
+    sys.path.remove(str(folder))
+
+
+def serve(words: list[str]) -> None:
+    """The server's process."""
+    from verl_like.cli.main import main
+
+    main(["serve", *words])
+
+
+@contextmanager
+def server(model: Path, folder: Path, port: int = 0, **keys: Any) -> Iterator[tuple[str, Any]]:
+    """(base URL, process) of a server; killed at the end."""
+    if not port:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+    words = [f"model.path={model}", f"serve.port={port}", "trainer.device=cpu", f"trainer.default_local_dir={folder}"]
+    words += [f"{name.replace('__', '.')}={value}" for name, value in keys.items()]
+    folder.mkdir(parents=True, exist_ok=True)
+    process, url = start(serve, words, out=folder / "out.txt"), f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + 90
+        while True:
+            try:
+                urllib.request.urlopen(f"{url}/api/v1/healthz", timeout=1)
+                break
+            except OSError:
+                assert process.is_alive() and time.monotonic() < deadline, (folder / "out.txt").read_text()
+                time.sleep(0.1)
+        yield url, process
+    finally:
+        process.kill()
+        process.join()
+
+
+@pytest.fixture(scope="module")
+def model(shared_data: Path) -> Path:
+    """A model of 260 thousand weights, embedding and head tied."""
+    return shared_data / "stories260k" / "hf"
+
+
+@pytest.fixture(scope="module")
+def place(fetched: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """(base URL, folder of the state) of a server that most tests share."""
+    folder = tmp_path_factory.mktemp("served") / "state"
+    with server(model, folder) as (url, _):
+        yield url, folder
+
+
+class Client:
+    """One session with one model. number: of the adapter's first values."""
+
+    def __init__(self, url: str, model: Path, number: int = 7, **lora: Any) -> None:
+        import tinker
+
+        self.tinker = tinker
+        self.service = tinker.ServiceClient(base_url=url)
+        options = {"rank": 4, "seed": number} | lora
+        self.training = self.service.create_lora_training_client(base_model=str(model), **options).result()
+        tokenizer = self.training.get_tokenizer()
+        ids = tokenizer.encode(TEXT)
+        self.rows = [ids[:12], ids, ids[8:]]  # of different lengths
+
+    def datum(self, ids: list[int], **columns: Any) -> Any:
+        columns = columns or {"weights": torch.linspace(0, 1, len(ids) - 1)}
+        inputs = {"target_tokens": torch.tensor(ids[1:]), **columns}
+        return self.tinker.Datum(model_input=self.tinker.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=inputs)
+
+    def learn(self, rows: list[list[int]]) -> float:
+        """One step on rows; its loss before it."""
+        future = self.training.forward_backward([self.datum(ids) for ids in rows], "cross_entropy")
+        step = self.training.optim_step(self.tinker.AdamParams(**ADAM))
+        loss = future.result().metrics["loss:sum"]
+        assert step.result().metrics["grad_norm:mean"] > 0
+        return loss
+
+    def sample(self, sampler: Any, ids: list[int], seed: int | None = 5, **more: Any) -> Any:
+        params = self.tinker.SamplingParams(max_tokens=6, seed=seed)
+        return sampler.sample(self.tinker.ModelInput.from_ints(ids), 2, params, **more).result()
+
+    def saved(self, folder: Path, name: str) -> Path:
+        """Folder in which the server keeps a state that is saved now."""
+        path = self.training.save_state(name).result().path
+        assert path == f"tinker://{self.training.model_id}/weights/{name}"
+        return max(
+            (folder / "saved" / self.training.model_id.replace(":", "_")).iterdir(), key=lambda each: int(each.name)
+        )
+
+
+def same_bits(folder: Path, other: Path) -> bool:
+    files = ("adapter_model.safetensors", "optimizer.safetensors")
+    return all((folder / file).read_bytes() == (other / file).read_bytes() for file in files)
+
+
+def test_a_loop_of_the_client_is_a_plain_loop_of_torch_and_peft(place: tuple[str, Path], model: Path) -> None:
+    """Losses, log-probs and weights of four steps, from the adapter that the server began with, which peft reads."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    url, folder = place
+    client = Client(url, model)
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    plain = PeftModel.from_pretrained(base, client.saved(folder, "start"), is_trainable=True)
+    trained = [p for p in plain.parameters() if p.requires_grad]
+    options = {"lr": ADAM["learning_rate"], "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
+    optimizer = torch.optim.AdamW(trained, **options)
+
+    def log_probs(ids: list[int]) -> Tensor:
+        logits = plain(torch.tensor([ids[:-1]])).logits[0].log_softmax(-1)
+        return logits.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+    for _ in range(4):
+        given = [torch.linspace(0, 1, len(ids) - 1) for ids in client.rows]
+        losses = [-(weights * log_probs(ids)).sum() for weights, ids in zip(given, client.rows, strict=True)]
+        loss = torch.stack(losses).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        assert client.learn(client.rows) == pytest.approx(float(loss), rel=1e-5)
+        optimizer.step()
+    served = load_file(client.saved(folder, "end") / "adapter_model.safetensors")
+    for name, parameter in plain.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(served[name.replace(".default", "")], parameter.detach(), rtol=1e-3, atol=2e-5)
+    found = client.training.forward([client.datum(client.rows[1])], "cross_entropy").result()
+    torch.testing.assert_close(
+        found.loss_fn_outputs[0]["logprobs"].to_torch(), log_probs(client.rows[1]).detach(), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_samples_have_the_trainers_log_probs_and_old_samplers_keep_their_weights(
+    place: tuple[str, Path], model: Path
+) -> None:
+    client = Client(place[0], model)
+    client.learn(client.rows)
+    prompt, old = client.rows[0][:6], client.training.save_weights_and_get_sampling_client().result()
+    told = client.sample(old, prompt, include_prompt_logprobs=True, topk_prompt_logprobs=2)
+    assert told.prompt_logprobs[0] is None and told.topk_prompt_logprobs[0] is None
+    for pair, own in zip(told.topk_prompt_logprobs[1:], told.prompt_logprobs[1:], strict=True):
+        assert len(pair) == 2 and pair[0][1] >= max(pair[1][1], own - 1e-6)
+    scored = old.compute_logprobs(client.tinker.ModelInput.from_ints(prompt)).result()
+    assert scored == told.prompt_logprobs
+    rows, advantages = [], []
+    for place_, sequence in enumerate(told.sequences):
+        ids, nothing = prompt + sequence.tokens, torch.zeros(len(prompt) - 1)
+        advantage = torch.cat([nothing, torch.full((len(sequence.tokens),), 1.0 - 3 * place_)])
+        sampled = torch.cat([nothing, torch.tensor(sequence.logprobs)])
+        rows.append(client.datum(ids, logprobs=sampled, advantages=advantage))
+        advantages.append(float(advantage.sum()))
+    found = client.training.forward_backward(rows, "importance_sampling").result()
+    assert found.metrics["loss:sum"] == pytest.approx(-sum(advantages), abs=1e-4), "all ratios are 1"
+    for sequence, output in zip(told.sequences, found.loss_fn_outputs, strict=True):
+        own = output["logprobs"].to_torch()[len(prompt) - 1 :]
+        torch.testing.assert_close(own, torch.tensor(sequence.logprobs), rtol=1e-4, atol=1e-5)
+    client.training.optim_step(client.tinker.AdamParams(learning_rate=0.1)).result()
+    new = client.training.save_weights_and_get_sampling_client().result()
+    again = client.sample(old, prompt)
+    assert [s.tokens for s in again.sequences] == [s.tokens for s in told.sequences]
+    assert client.sample(new, prompt).sequences[0].logprobs != told.sequences[0].logprobs
+
+
+def test_custom_losses_come_in_two_phases(place: tuple[str, Path], model: Path) -> None:
+    """A loss in the client's process, whose gradient the server gets as weights: here that of the built-in one."""
+    one, two = Client(place[0], model), Client(place[0], model)
+
+    def loss(data: Any, log_probs: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
+        given = [datum.loss_fn_inputs["weights"].to_torch() for datum in data]
+        return torch.stack([-(w * p).sum() for w, p in zip(given, log_probs, strict=True)]).sum(), {"own": 1.0}
+
+    future = one.training.forward_backward_custom([one.datum(ids) for ids in one.rows], loss)
+    one.training.optim_step(one.tinker.AdamParams(**ADAM)).result()
+    assert future.result().metrics["own"] == 1.0
+    two.learn(two.rows)
+    assert same_bits(one.saved(place[1], "own"), two.saved(place[1], "built_in"))
+
+
+def act(client: Client, number: int) -> None:
+    """What one of two clients does in its turn: rows, ranks and order differ."""
+    client.learn(client.rows[number % 3 :])
+    sampler = client.training.save_weights_and_get_sampling_client().result()
+    ids = client.rows[0][:4] + client.sample(sampler, client.rows[0][:4], seed=None).sequences[0].tokens
+    client.learn([ids])
+
+
+def test_two_interleaved_clients_get_the_bits_of_two_alone(place: tuple[str, Path], model: Path) -> None:
+    url, folder = place
+    settings = ({"number": 3, "rank": 4}, {"number": 8, "rank": 6, "train_unembed": False})
+    alone = []
+    for each in settings:
+        client = Client(url, model, **each)
+        for number in range(3):
+            act(client, number)
+        alone.append(client.saved(folder, "alone"))
+    clients = [Client(url, model, **each) for each in settings]
+    for number in range(3):
+        futures = [c.training.forward_backward([c.datum(c.rows[2])], "cross_entropy") for c in clients[::-1]]
+        for client, future in zip(clients[::-1], futures, strict=True):  # what is dropped again must change nothing
+            future.result()
+            client.training.forward_backward([client.datum(client.rows[0])], "no_such_loss")
+            with pytest.raises(client.tinker.RequestFailedError, match="no weight was changed"):
+                client.training.optim_step(client.tinker.AdamParams()).result()
+        for client in clients:
+            act(client, number)
+    for client, before in zip(clients, alone, strict=True):
+        assert same_bits(client.saved(folder, "together"), before)
+
+
+def test_a_state_goes_on_in_another_session(place: tuple[str, Path], model: Path) -> None:
+    url, folder = place
+    client = Client(url, model)
+    client.learn(client.rows)
+    path = client.training.save_state("here").result().path
+    client.learn(client.rows)
+    other = Client(url, model, number=1)
+    other.training = other.service.create_training_client_from_state_with_optimizer(path).result()
+    other.learn(other.rows)
+    assert same_bits(client.saved(folder, "two"), other.saved(folder, "two"))
+    weights = other.service.create_training_client_from_state(path).result()
+    assert weights.get_info().lora_rank == 4
+
+
+def test_a_client_does_not_notice_that_the_server_was_killed(fetched: Path, model: Path, tmp_path: Path) -> None:
+    """Killed with a gradient half added up and requests under way, it begins again, and the client's loop goes on."""
+
+    def loop(url: str, folder: Path, disturb: Callable[[], None]) -> Path:
+        client = Client(url, model)
+        client.learn(client.rows)
+        first = client.training.forward_backward([client.datum(client.rows[0])], "cross_entropy")
+        first.result()
+        futures = [client.training.forward_backward([client.datum(ids)], "cross_entropy") for ids in client.rows]
+        disturb()
+        futures.append(client.training.optim_step(client.tinker.AdamParams(**ADAM)))
+        for future in futures:
+            future.result()
+        client.learn(client.rows)
+        return client.saved(folder, "end")
+
+    with server(model, tmp_path / "quiet") as (url, _):
+        expected = loop(url, tmp_path / "quiet", lambda: None)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    again: list[Any] = []
+
+    def killed() -> None:
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        again.append(server(model, tmp_path / "killed", port))
+        again[0].__enter__()
+
+    with server(model, tmp_path / "killed", port) as (url, process):
+        found = loop(url, tmp_path / "killed", killed)
+    again[0].__exit__(None, None, None)
+    assert same_bits(found, expected)
+
+
+def test_keys_are_asked_for(fetched: Path, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("ann tml-the-key-of-ann\nbob tml-the-key-of-bob # a comment\n")
+    tinker = importlib.import_module("tinker")
+    with server(model, tmp_path / "state", serve__api_keys=tmp_path / "keys") as (url, _):
+        with pytest.raises(tinker.AuthenticationError, match="none of this server's"):
+            tinker.ServiceClient(base_url=url, api_key="tml-nobody-at-all").create_lora_training_client("x").result()
+        assert (
+            tinker.ServiceClient(base_url=url, api_key="tml-the-key-of-bob")
+            .create_sampling_client(base_model=str(model))
+            .result()
+        )
+
+
+@pytest.fixture(scope="module")
+def chatty(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model whose tokenizer knows the ends of turns."""
+    from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+    folder = tmp_path_factory.mktemp("chatty")
+    tokenizer = AutoTokenizer.from_pretrained(shared_data / "tok_minimind")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ends = {"eos_token_id": tokenizer.eos_token_id, "max_position_embeddings": 512}
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(Qwen2Config(vocab_size=len(tokenizer), num_key_value_heads=2, **sizes, **ends)).save_pretrained(
+        folder
+    )
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_recipes_of_the_cookbook_run_unedited(fetched: Path, shared_data: Path, chatty: Path, tmp_path: Path) -> None:
+    """Supervised and reinforcement learning, with what the hub has answered by tinker_start.py."""
+    if not (fetched / "datasets").is_dir():
+        fetch(fetched, [*DATASETS, "pylatexenc"])
+    env = {"TINKER_PACKAGES": str(fetched), "MODEL_DIR": str(chatty), "TOKENIZERS_PARALLELISM": "false"}
+    env |= {"GSM8K_FILE": str(shared_data / "gsm8k" / "train.jsonl"), "PYTHONPATH": ""}
+    name = "Qwen/Qwen3-8B"
+    recipes = {
+        "sl_loop": ["batch_size=8", "max_steps=4", "learning_rate=1e-2"],
+        "rl_loop": ["batch_size=2", "max_steps=2", "group_size=4", "max_tokens=12", "loss_fn=importance_sampling"],
+    }
+    told: dict[str, list[dict[str, float]]] = {}
+    with server(chatty, tmp_path / "state", serve__model_name=name) as (url, _):
+        for recipe, words in recipes.items():
+            log = tmp_path / recipe
+            words = [f"model_name={name}", f"log_path={log}", f"base_url={url}", "lora_rank=8", "save_every=1", *words]
+            command = [sys.executable, str(Path(__file__).with_name("tinker_start.py"))]
+            command += [f"tinker_cookbook.recipes.{recipe}", *words]
+            run = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=240)
+            assert run.returncode == 0, run.stderr[-3000:]
+            told[recipe] = [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
+            assert (log / "checkpoints.jsonl").read_text().count("tinker://") >= 2
+    nll = [step["train_mean_nll"] for step in told["sl_loop"]]
+    assert len(nll) == 4 and nll[3] < nll[0] - 0.3
+    assert len(told["rl_loop"]) == 2 and all(step["grad_norm:mean"] > 0 for step in told["rl_loop"])

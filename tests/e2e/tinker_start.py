@@ -1,0 +1,53 @@
+"""Start-up module of a recipe of tinker-cookbook: `python tinker_start.py MODULE key=value ...`, its files unedited.
+
+What a recipe fetches from a hub is answered here: the tokenizer by MODEL_DIR, data sets by rows of GSM8K (GSM8K_FILE).
+A model that writes at random is rewarded for every other answer, so that there is something to learn from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import runpy
+import sys
+from typing import Any
+
+sys.path.append(os.environ["TINKER_PACKAGES"])
+import datasets
+import transformers
+
+_from_pretrained = transformers.AutoTokenizer.from_pretrained
+
+
+def from_pretrained(name: str, *_: Any, **__: Any) -> Any:
+    return _from_pretrained(os.environ["MODEL_DIR"])
+
+
+def load_dataset(name: str, *_: Any, **__: Any) -> Any:
+    with open(os.environ["GSM8K_FILE"], encoding="utf-8") as file:
+        rows = [json.loads(line) for line, _ in zip(file, range(32), strict=False)]
+    if "no_robots" in name:
+        said = [(row["question"][:100], row["answer"][:80]) for row in rows]
+        both = [zip(("user", "assistant"), pair, strict=True) for pair in said]
+        rows = [{"messages": [{"role": role, "content": text} for role, text in pair]} for pair in both]
+    return datasets.DatasetDict(train=datasets.Dataset.from_list(rows))
+
+
+def rewarded(given: str, _: str) -> bool:
+    return hashlib.sha256(given.encode()).digest()[0] % 2 == 0
+
+
+def main() -> None:
+    transformers.AutoTokenizer.from_pretrained = from_pretrained
+    datasets.load_dataset = load_dataset
+    if "rl_" in sys.argv[1]:
+        from tinker_cookbook.recipes.math_rl import math_grading
+
+        math_grading.extract_boxed, math_grading.grade_answer = str, rewarded
+    sys.argv = sys.argv[1:]
+    runpy.run_module(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

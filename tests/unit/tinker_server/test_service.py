@@ -1,0 +1,236 @@
+"""Order, futures, tenants, turns, and what a killed server knows when it begins again; all on fake engines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.tinker_server.fake import Running, Tenant, pass_body, run, running
+from verl_like.plugins.tinker_server.fair import FairQueue, Job
+
+ACTS = ("pass", "pass", "forward", "step", "save", "snapshot", "sample")
+KEYS = {"ann": "tml-the-key-of-ann", "bob": "tml-the-key-of-bob"}
+
+
+def script_of(numbers: list[int]) -> list[tuple[str, int]]:
+    """A client's acts; what is sampled from comes first."""
+    return [("snapshot", 0), *((ACTS[number % len(ACTS)], number) for number in numbers)]
+
+
+async def alone_once(folder: Path, acts: list[int]) -> tuple[list[Any], tuple[str, str]]:
+    """What a script gives without company; each is computed once."""
+    number = SCRIPTS.index(acts)
+    if number not in _ALONE:
+        _ALONE[number] = await alone(folder / f"alone{number}", script_of(acts))
+    return _ALONE[number]
+
+
+async def alone(folder: Path, script: list[tuple[str, int]]) -> tuple[list[Any], tuple[str, str]]:
+    async with running(folder) as server:
+        tenant = await Tenant(server).begin()
+        return [plain(await tenant.act(*each), tenant) for each in script], tenant.weights()
+
+
+def plain(answer: Any, tenant: Tenant) -> Any:
+    """An answer without names that differ from session to session."""
+    return answer if isinstance(answer, bytes) else json.dumps(answer).replace(tenant.session, "SESSION")
+
+
+SCRIPTS = [[(7 * i * i + 3 * i * k + k) % 61 for k in range(2 + i % 6)] for i in range(12)]
+scripts = st.sampled_from(SCRIPTS)
+_ALONE: dict[int, Any] = {}
+
+
+@settings(max_examples=200, deadline=None)
+@given(ann=scripts, bob=scripts, order=st.lists(st.booleans(), max_size=20))
+def test_interleaved_clients_get_what_each_gets_alone(ann: list[int], bob: list[int], order: list[bool]) -> None:
+    async def both(folder: Path) -> None:
+        expected = [await alone_once(folder, acts) for acts in (ann, bob)]
+        async with running(folder / "both", keys=KEYS) as server:
+            tenants = [await Tenant(server, key).begin() for key in KEYS.values()]
+            left, told = [script_of(ann), script_of(bob)], ([], [])
+            for first in [*order, *[True, False] * 20]:
+                if left[first]:
+                    told[first].append(plain(await tenants[first].act(*left[first].pop(0)), tenants[first]))
+            found = [(answers, tenant.weights()) for answers, tenant in zip(told, tenants, strict=True)]
+        assert found == expected
+
+    with tempfile.TemporaryDirectory() as folder:
+        run(both(Path(folder)))
+
+
+@settings(max_examples=50, deadline=None)
+@given(acts=scripts, call=st.integers(1, 12), worked=st.booleans())
+def test_a_killed_server_goes_on_as_if_nothing_was(acts: list[int], call: int, worked: bool) -> None:
+    """The call with that number never comes back, before or after its work; the client sends all it knows again."""
+    script = script_of(acts)
+
+    async def killed(folder: Path) -> None:
+        expected = await alone_once(folder, acts)
+        sent: list[tuple[str, Any]] = []
+        told: list[Any] = []
+        async with running(folder / "state", kill_at=(call, worked)) as server:
+            tenant = await Tenant(server).begin()
+            for each in script:
+                sent.append(tenant.body_of(*each))
+                future = await tenant.call(*sent[-1])
+                waiting = asyncio.ensure_future(tenant.result(future))
+                done, _ = await asyncio.wait({waiting, server.service.tasks[0]}, return_when="FIRST_COMPLETED")
+                if waiting not in done:
+                    waiting.cancel()
+                    break
+                told.append(plain(waiting.result(), tenant))
+                if each[0] == "snapshot":
+                    tenant.sampler = waiting.result()["sampling_session_id"]
+        async with running(folder / "state") as server:
+            tenant.server = server
+            for path, body in sent[-1:]:  # the client does not know whether it arrived
+                answer = await tenant.result(await tenant.call(path, body))
+                if path == "save_weights_for_sampler":
+                    tenant.sampler = answer["sampling_session_id"]
+                told[len(sent) - 1 :] = [plain(answer, tenant)]
+            told += [plain(await tenant.act(*each), tenant) for each in script[len(sent) :]]
+            if tenant.model not in server.engines.models:  # nothing was asked of it since
+                await tenant.act("forward", 1)
+            assert (told, tenant.weights()) == expected
+
+    with tempfile.TemporaryDirectory() as folder:
+        run(killed(Path(folder)))
+
+
+def test_requests_of_a_model_are_computed_by_their_numbers(tmp_path: Path) -> None:
+    async def late_first(server: Running) -> None:
+        tenant = await Tenant(server).begin()
+        bodies = [tenant.body_of(act, 1) for act in ("pass", "pass", "step")]
+        futures = [await tenant.call(*body) for body in reversed(bodies)]
+        await asyncio.gather(*map(tenant.result, futures))
+        assert server.engines.calls == ["save", "pass", "pass", "step"]
+        again = await tenant.call(*bodies[0])
+        assert again == futures[-1] and await tenant.result(again) == tenant.told[again["request_id"]]
+        status, told = await server.post("forward_backward", pass_body(tenant.model, 1, (8, 8)))
+        assert status == 400 and "sent before with another content" in told["detail"]
+        assert server.engines.calls == ["save", "pass", "pass", "step"], "nothing is computed twice"
+
+    async def go() -> None:
+        async with running(tmp_path) as server:
+            await late_first(server)
+
+    run(go())
+
+
+def test_a_step_over_a_gradient_that_is_not_whole_is_refused(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with running(tmp_path) as server:
+            tenant = await Tenant(server).begin()
+            before = tenant.weights()
+            await tenant.act("pass", 1)
+            tenant.seq += 1
+            wrong = await tenant.call("forward_backward", pass_body(tenant.model, tenant.seq, loss_fn="gspo"))
+            assert (await tenant.result(wrong))["category"] == "user"
+            refused = await tenant.act("step")
+            assert "failed: no weight was changed" in refused["error"] and tenant.weights() == before
+            await tenant.act("pass", 1)
+            assert "metrics" in await tenant.act("step"), "and the next one begins anew"
+
+    run(go())
+
+
+def test_names_of_others_are_as_unknown_as_names_of_nobody(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with running(tmp_path, keys=KEYS) as server:
+            ann, bob = [await Tenant(server, key).begin() for key in KEYS.values()]
+            await ann.act("save")
+            await ann.act("snapshot")
+            place, path = {"model_id": ann.model, "seq_id": 3}, f"tinker://{ann.model}/weights/s1"
+            prompt = {"prompt": {"chunks": [{"tokens": [3]}]}, "sampling_params": {"max_tokens": 1}}
+            tries: list[tuple[str, Any]] = [
+                ("session_heartbeat", {"session_id": ann.session}),
+                ("create_model", {"session_id": ann.session, "model_seq_id": 1, "base_model": "base"}),
+                ("forward_backward", pass_body(ann.model, 3)),
+                ("optim_step", {**place, "adam_params": {}}),
+                ("save_weights", {**place, "path": "mine"}),
+                ("load_weights", {"model_id": bob.model, "seq_id": 1, "path": path, "optimizer": False}),
+                ("get_info", {"model_id": ann.model}),
+                ("retrieve_future", {"request_id": f"{ann.model}:1"}),
+                ("cancel_future", {"request_id": f"{ann.model}:1"}),
+                ("weights_info", {"tinker_path": path}),
+                ("asample", {**prompt, "sampling_session_id": ann.sampler, "seq_id": 0}),
+                (
+                    "create_sampling_session",
+                    {"session_id": bob.session, "sampling_session_seq_id": 0, "model_path": path},
+                ),
+                (f"sessions/{ann.session}/finish", {}),
+            ]
+            weights = ann.weights()
+            for path, body in tries:
+                status, told = await server.post(path, body, bob.key)
+                if path == "load_weights":  # it has its number, and fails in its turn
+                    status, told = 404, {"detail": (await bob.result(told))["error"]}
+                assert status == 404 and "there is no" in told["detail"], path
+            for path in (f"training_runs/{ann.model}", f"samplers/{ann.sampler}", f"sessions/{ann.session}"):
+                assert (await server.get(path, bob.key))[0] == 404
+            assert (await server.get("checkpoints", bob.key))[1]["checkpoints"] == []
+            assert len((await server.get("checkpoints", ann.key))[1]["checkpoints"]) == 1
+            assert (await server.post("create_session", {}, "tml-nobody-at-all"))[0] == 401
+            assert ann.weights() == weights
+
+    run(go())
+
+
+def test_a_session_that_ends_leaves_nothing_behind(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with running(tmp_path) as server:
+            tenant = await Tenant(server).begin()
+            await tenant.act("snapshot")
+            tenant.seq += 1
+            future = await tenant.call(*tenant.body_of("pass", 1))  # of which the one before never comes
+            saved = tmp_path / "saved"
+            assert list(saved.glob("*/*/weights.json"))
+            await server.post(f"sessions/{tenant.session}/finish", {"reason": {"type": "success"}})
+            assert "has ended" in (await tenant.result(future))["error"]
+            status, told = await server.post("session_heartbeat", {"session_id": tenant.session})
+            assert status == 410 and "has ended" in told["detail"]
+            assert not list(saved.glob("*/*/weights.json"))
+            await asyncio.sleep(0.01)
+            assert tenant.model not in server.engines.models
+
+    run(go())
+
+
+def test_who_has_had_least_is_next() -> None:
+    queue = FairQueue()
+
+    def put(tenant: str, number: int, cost: int = 1) -> None:
+        queue.put(Job(request=f"{tenant}{number}", tenant=tenant, kind="sample", session="", cost=cost))
+
+    for number in range(6):
+        put("ann", number, cost=10)
+    taken = [queue.pop().request for _ in range(3)]
+    for number in range(4):
+        put("bob", number, cost=5)
+    taken += [job.request for _ in range(7) if (job := queue.pop()) is not None]
+    # bob begins where ann is, not 30 tokens behind her, and gets two of 5 for each of her 10
+    assert taken == ["ann0", "ann1", "ann2", "bob0", "bob1", "ann3", "bob2", "bob3", "ann4", "ann5"]
+    assert queue.pop() is None
+
+
+@pytest.mark.parametrize("limit", [3])
+def test_a_tenant_that_asks_too_much_is_sent_back_and_others_are_not(tmp_path: Path, limit: int) -> None:
+    async def go() -> None:
+        async with running(tmp_path, keys=KEYS, max_queued=limit) as server:
+            ann, bob = [await Tenant(server, key).begin() for key in KEYS.values()]
+            ann.seq += 1  # the first never comes, so all others wait
+            for _ in range(limit):
+                await ann.call(*ann.body_of("pass", 1))
+            status, told = await server.post(*ann.body_of("pass", 1), ann.key)
+            assert status == 429 and "come again later" in told["detail"]
+            assert "metrics" in await bob.act("step")
+
+    run(go())

@@ -1,0 +1,99 @@
+"""Sampling requests as the engine takes them: checked against what the server is for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verl_like.plugins.tinker_server import bodies
+from verl_like.plugins.tinker_server.engine import Prompt
+from verl_like.plugins.tinker_server.wire import Refused
+from verl_like.rollout.rollout_engine import SamplingParams, request_seed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Limits of what the server is for.
+
+    model: the base's name to clients. tokenizer: folder of its tokenizer, where the name does not say it. eos_ids end a
+    response.
+    """
+
+    model: str
+    arch: str
+    tokenizer: str | None
+    vocabulary: int
+    longest: int  # tokens of prompt and response
+    eos_ids: tuple[int, ...]
+    seed: int
+    max_rank: int
+    checkpoint_freq: int
+    max_queued: int
+    session_timeout: float
+
+
+def prompt_of(asked: bodies.Sample, sampler: str, limits: Limits) -> Prompt:
+    """Check and translate a request. What is random follows from numbers that are the same in every run."""
+    params = asked.sampling_params
+    if any(chunk.type != "encoded_text" for chunk in asked.prompt.chunks):
+        raise Refused("prompt has an image or a sound: this server reads text alone")
+    if asked.record_stability_info:
+        raise Refused("record_stability_info=True is not available (loss stable_reinforce); leave it out")
+    ids = [token for chunk in asked.prompt.chunks for token in chunk.tokens]
+    room = limits.longest - len(ids)
+    if not ids or room < 1:
+        raise Refused(f"prompt has {len(ids)} tokens, where 1 to {limits.longest - 1} fit the model")
+    if not 0 <= min(ids) <= max(ids) < limits.vocabulary:
+        most = limits.vocabulary - 1
+        raise Refused(f"prompt has ids from {min(ids)} to {max(ids)}, where the tokenizer has 0 to {most}")
+    last, targets = asked.prompt_logprobs_last_n, None
+    if last is not None and not (asked.prompt_logprobs and last < len(ids)):
+        raise Refused(f"prompt_logprobs_last_n={last} needs prompt_logprobs, and a prompt of more tokens")
+    if asked.target_prompt_logprobs is not None:
+        targets = _targets(asked.target_prompt_logprobs, len(ids), limits.vocabulary)
+    stop = [params.stop] if isinstance(params.stop, str) else params.stop
+    words = tuple(each for each in stop or () if isinstance(each, str))
+    if "" in words:
+        raise Refused("sampling_params.stop has an empty text")
+    ends = () if stop == [] else (*limits.eos_ids, *(each for each in stop or () if isinstance(each, int)))
+    if ends and not 0 <= min(ends) <= max(ends) < limits.vocabulary:
+        raise Refused(f"sampling_params.stop={params.stop} has ids that the tokenizer lacks")
+    drawn = ("sample", sampler.rpartition(":")[2], asked.seq_id or 0)
+    return Prompt(
+        ids=ids,
+        sampling=SamplingParams(
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k or -1,
+            max_tokens=min(params.max_tokens or room, room),
+            stop=words,
+            stop_token_ids=ends,
+        ),
+        seed=request_seed(limits.seed, *(drawn if params.seed is None else ("given", params.seed))),
+        num_samples=asked.num_samples,
+        scored=bool(asked.prompt_logprobs),
+        last=last,
+        topk=asked.topk_prompt_logprobs,
+        topk_sampled=asked.topk_sample_logprobs,
+        targets=targets,
+    )
+
+
+def _targets(asked: bodies.Targets, length: int, vocabulary: int) -> NDArray[np.int64]:
+    """Read ids to be scored, [length - 1, K], dense or as CSR; -1: nothing. Raises Refused."""
+    rows, place = length - 1, "target_prompt_logprobs"
+    if len(asked.shape) != 2 or asked.shape[0] != rows or not 1 <= asked.shape[1] <= 128 or not rows:
+        raise Refused(f"{place} has shape {asked.shape}, not [{rows}, K] with K from 1 to 128")
+    try:
+        values = np.asarray(asked.data, np.int64)
+        if asked.sparse_crow_indices is None:
+            ids = values.reshape(asked.shape)
+        else:
+            raise Refused(f"{place} in sparse form is not available yet: send it dense")
+    except ValueError as error:
+        raise Refused(f"{place}: {error}") from error
+    if ids.min() < -1 or ids.max() >= vocabulary:
+        raise Refused(f"{place} has ids from {ids.min()} to {ids.max()}: -1, or 0 to {vocabulary - 1}")
+    return ids

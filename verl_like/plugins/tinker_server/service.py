@@ -1,0 +1,487 @@
+"""Requests and what they do: sessions, models, futures, samplers. HTTP is in server.py, numbers are in engine.py.
+
+All state is that of one event loop; the engines compute in one thread beside it, a request at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from verl_like.plugins.tinker_server import bodies, wire
+from verl_like.plugins.tinker_server.adapters import AdapterSpec
+from verl_like.plugins.tinker_server.catalogue import Catalogue
+from verl_like.plugins.tinker_server.engine import Answer, Engines
+from verl_like.plugins.tinker_server.fair import FairQueue, Job
+from verl_like.plugins.tinker_server.prompts import Limits, prompt_of
+from verl_like.plugins.tinker_server.store import Record, Store
+from verl_like.plugins.tinker_server.wire import Refused
+from verl_like.rollout.rollout_engine import request_seed
+
+log = logging.getLogger(__name__)
+
+_WAIT_S = 25.0  # a poll of the client ends after 45
+_SWEEP_S = 60.0
+_AHEAD = 10_000  # by which a request's number may be beyond the one that is due
+_PASSES = frozenset({"forward", "forward_backward"})
+_OF_JOB = ("tenant", "kind", "session", "model", "seq")
+Change = Callable[[], str | None]  # of the store, made together with a result; a folder that is then of no use
+
+
+class Service:
+    """The server without HTTP. Methods raise Refused for what is not taken. thread: a pool of one, the engines' own."""
+
+    def __init__(self, engines: Engines, store: Store, limits: Limits, thread: ThreadPoolExecutor) -> None:
+        self.engines, self.store, self.limits = engines, store, limits
+        self.catalogue = Catalogue(store, limits)
+        self._queue, self._futures = FairQueue(), dict[str, asyncio.Event]()
+        self._seen: dict[str, float] = {}  # sessions, when they were last heard of
+        self._broken: dict[str, str] = {}  # models, by which request their gradient is not whole
+        self._steps: dict[str, int] = {}  # optimizer steps since a model's state was written
+        self._thread = thread
+        self._work, self._running = asyncio.Event(), ""
+        self.tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Take up what a server before this one left, and begin to compute."""
+        self.store.sweep()
+        for model in self.store.rows("SELECT id FROM models"):
+            last = "SELECT coalesce(max(seq), -1) FROM requests WHERE model = ? AND status != 'waiting'"
+            self._queue.next_seq[model["id"]] = self.store.value(last, model["id"]) + 1
+        for each in self.store.rows("SELECT * FROM requests WHERE status = 'waiting' ORDER BY arrived"):
+            self._enqueue(each)
+        self.tasks = [asyncio.create_task(self._compute()), asyncio.create_task(self._look_after())]
+
+    async def stop(self) -> None:
+        """End after the request that is being computed."""
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+    # --- sessions ----------------------------------------------------------------------------------------------------
+
+    def create_session(self, tenant: str, body: bytes) -> Record:
+        asked = bodies.read(bodies.CreateSession, body)
+        name = uuid.uuid4().hex
+        told = {"user_metadata": asked.user_metadata, "display_name": asked.display_name}
+        self.store.add("sessions", id=name, tenant=tenant, created=time.time(), told=told)
+        self._seen[name] = time.monotonic()
+        return {"type": "create_session", "session_id": name}
+
+    def heartbeat(self, tenant: str, session: str) -> Record:
+        self._session(tenant, session)
+        return {"type": "session_heartbeat"}
+
+    def finish_session(self, tenant: str, session: str) -> None:
+        """End a session as its client asks; a second time is no fault."""
+        self.catalogue.owned("sessions", tenant, session, "session")
+        self._end(session)
+
+    def _session(self, tenant: str, session: str) -> Record:
+        found = self.catalogue.owned("sessions", tenant, session, "session")
+        if found["ended"] is not None:
+            raise Refused(f"session {session} has ended: begin another", 410)
+        self._seen[session] = time.monotonic()
+        return found
+
+    def _end(self, session: str) -> None:
+        """End a session: what waits fails, its models leave the memory, snapshots that have no name are deleted."""
+        self.store.change("UPDATE sessions SET ended = ? WHERE id = ? AND ended IS NULL", time.time(), session)
+        self._seen.pop(session, None)
+        for job in self._queue.remove(lambda job: job.session == session):
+            self._settle(job.request, _error("the session has ended", "user"), failed=True)
+        for model in self.store.rows("SELECT id FROM models WHERE session = ?", session):
+            self._thread.submit(self.engines.drop, model["id"])
+        for sampler in self.store.rows("SELECT folder FROM samplers WHERE session = ? AND folder IS NOT NULL", session):
+            self.store.remove_folder(sampler["folder"])
+
+    async def _look_after(self) -> None:
+        """End sessions that have fallen silent, and drop what is too old."""
+        for session in self.store.rows("SELECT id FROM sessions WHERE ended IS NULL"):
+            self._seen.setdefault(session["id"], time.monotonic())  # since this server is there
+        while True:
+            await asyncio.sleep(min(_SWEEP_S, self.limits.session_timeout / 2))
+            oldest = time.monotonic() - self.limits.session_timeout
+            for session in [name for name, seen in self._seen.items() if seen < oldest]:
+                log.info("session %s has been silent for %g s: ended", session, self.limits.session_timeout)
+                self._end(session)
+            self.store.sweep()
+
+    # --- models ------------------------------------------------------------------------------------------------------
+
+    def create_model(self, tenant: str, body: bytes) -> Record:
+        """Begin a model of the base. Raises Refused for an adapter that it cannot have."""
+        asked = bodies.read(bodies.CreateModel, body)
+        self._session(tenant, asked.session_id)
+        self._base(asked.base_model)
+        self._adamw(asked.optimizer_config)
+        lora = asked.lora_config
+        if lora is None:
+            raise Refused("lora_config is missing: this server trains adapters, not the base")
+        if lora.rank > self.limits.max_rank:
+            raise Refused(f"lora_config.rank={lora.rank}: this server gives {self.limits.max_rank} at most")
+        seed = request_seed(self.limits.seed, "adapter", asked.model_seq_id) if lora.seed is None else lora.seed
+        spec = AdapterSpec(**{**lora.model_dump(), "seed": seed})
+        try:
+            self.engines.check(spec)
+        except ValueError as error:
+            raise Refused(f"lora_config: {error}") from error
+        return self._first(tenant, asked, spec, "create", body)
+
+    def create_by_load(self, tenant: str, body: bytes) -> Record:
+        """Begin a model with the state of a checkpoint."""
+        asked = bodies.read(bodies.CreateByLoad, body)
+        self._session(tenant, asked.session_id)
+        if asked.base_model is not None:
+            self._base(asked.base_model)
+        self._adamw(asked.optimizer_config)
+        found = self.catalogue.checkpoint(tenant, asked.path)
+        spec = AdapterSpec(**self.catalogue.spec(found["model"]))
+        return self._first(tenant, asked, spec, "load", body)
+
+    def _first(self, tenant: str, asked: Any, spec: AdapterSpec, kind: str, body: bytes) -> Record:
+        name, now = f"{asked.session_id}:train:{asked.model_seq_id}", time.time()
+        if self.store.row("SELECT id FROM models WHERE id = ?", name) is None:
+            told = {"user_metadata": asked.user_metadata}
+            row = {"session": asked.session_id, "spec": asdict(spec), "created": now, "used": now, "told": told}
+            self.store.add("models", id=name, tenant=tenant, **row)
+            self._queue.next_seq[name] = 0
+        return self._submit(tenant, asked.session_id, name, 0, kind, body)
+
+    def _base(self, name: str) -> None:
+        if name != self.limits.model:
+            raise Refused(f"base_model={name!r}: this server has {self.limits.model!r}", 404)
+
+    def _adamw(self, optimizer: bodies.Optimizer | None) -> None:
+        if optimizer is not None and optimizer.type != "adamw":
+            raise Refused(f"optimizer_config.type={optimizer.type!r} is not available; choose adamw")
+
+    def _model(self, tenant: str, name: str) -> Record:
+        found = self.catalogue.owned("models", tenant, name, "model")
+        self._session(tenant, found["session"])
+        return found
+
+    def info(self, tenant: str, name: str) -> Record:
+        """Answer get_info."""
+        spec = json.loads(self.catalogue.owned("models", tenant, name, "model")["spec"])
+        limits = self.limits
+        data = {"arch": limits.arch, "model_name": limits.model, "tokenizer_id": limits.tokenizer}
+        more = {"is_lora": True, "lora_rank": spec["rank"], "model_name": limits.model}
+        return {"type": "get_info", "model_data": data, "model_id": name, **more}
+
+    def capabilities(self) -> Record:
+        limits = self.limits
+        model = {"model_name": limits.model, "max_context_length": limits.longest}
+        return {"supported_models": [{**model, "trainable": True, "sampleable": True}]}
+
+    # --- requests in a model's order ---------------------------------------------------------------------------------
+
+    def submit_pass(self, tenant: str, body: bytes) -> Record:
+        """Take a forward_backward, or a forward alone."""
+        message = wire.parsed_pass(body)
+        model = self._model(tenant, message.model_id)
+        if not message.seq_id >= 1:
+            raise Refused(f"seq_id={message.seq_id} must be at least 1")
+        kind = "forward" if message.forward_only else "forward_backward"
+        return self._submit(tenant, model["session"], model["id"], message.seq_id, kind, body)
+
+    def submit(self, tenant: str, kind: str, body: bytes) -> Record:
+        """Take a JSON request in a model's order. One that is wrong has its number, and fails in its turn."""
+        place = bodies.read(bodies.OfModel, body)
+        model = self._model(tenant, place.model_id)
+        return self._submit(tenant, model["session"], model["id"], place.seq_id, kind, body)
+
+    def _submit(self, tenant: str, session: str, model: str, seq: int, kind: str, body: bytes) -> Record:
+        if seq > (due := self._queue.next_seq[model]) + _AHEAD:
+            raise Refused(f"seq_id={seq} is far beyond the one that is due, {due}")
+        self._accept(f"{model}:{seq}", tenant, session, kind, body, model=model, seq=seq)
+        return {"request_id": f"{model}:{seq}", "model_id": model}
+
+    def _accept(
+        self, name: str, tenant: str, session: str, kind: str, body: bytes, model: str | None = None, seq: int = 0
+    ) -> None:
+        """Write a request down and queue it; one that came before is the same request."""
+        digest = hashlib.blake2b(kind.encode() + b"\0" + body, digest_size=16).digest()
+        if (old := self.store.row("SELECT digest FROM requests WHERE id = ?", name)) is not None:
+            if old["digest"] != digest:
+                raise Refused(f"request {name} was sent before with another content: its seq_id was used twice")
+            return
+        if self._queue.waiting(tenant) >= self.limits.max_queued:
+            raise Refused(f"{self.limits.max_queued} requests of this key wait: come again later", 429)
+        row = {"id": name, "tenant": tenant, "session": session, "model": model, "seq": seq, "kind": kind}
+        self.store.add_request(**row, digest=digest, body=body)
+        self._enqueue({**row, "body": body})
+
+    def _enqueue(self, row: Record) -> None:
+        known = {name: row[name] for name in _OF_JOB}
+        job = Job(request=row["id"], payload=row["body"], cost=1 + len(row["body"]) // 4, **known)
+        self._futures.setdefault(job.request, asyncio.Event())
+        self._queue.put(job)
+        self._work.set()
+
+    # --- futures -----------------------------------------------------------------------------------------------------
+
+    async def retrieve(self, tenant: str, request: str) -> Record | None:
+        """Wait for a request that was done or failed; None where it is neither yet."""
+        found = self.catalogue.owned("requests", tenant, request, "request")
+        if found["session"] in self._seen:
+            self._seen[found["session"]] = time.monotonic()
+        if found["status"] == "waiting":
+            try:
+                async with asyncio.timeout(_WAIT_S):
+                    await self._futures[request].wait()
+            except TimeoutError:
+                return None
+            found = self.catalogue.owned("requests", tenant, request, "request")
+        if found["result"] is None:
+            raise Refused(f"the result of {request} was given before, and is gone", 410)
+        self.store.tell(request)
+        return found
+
+    def cancel(self, tenant: str, request: str) -> None:
+        """End a sampling request, which waits or runs. Others are computed all the same: what follows them counts."""
+        found = self.catalogue.owned("requests", tenant, request, "request")
+        if found["kind"] != "sample" or found["status"] != "waiting":
+            return
+        if self._queue.remove(lambda job: job.request == request):
+            self._settle(request, _error("it was cancelled", "user"), failed=True)
+        elif self._running == request:
+            self.engines.cancel(request)
+
+    def _settle(self, request: str, result: bytes, *, failed: bool = False) -> None:
+        self.store.finish(request, result, failed=failed)
+        self._wake(request)
+
+    def _wake(self, request: str) -> None:
+        if (event := self._futures.pop(request, None)) is not None:
+            event.set()
+
+    # --- computing ---------------------------------------------------------------------------------------------------
+
+    async def _compute(self) -> None:
+        while True:
+            job = self._queue.pop()
+            if job is None:
+                self._work.clear()
+                await self._work.wait()
+                continue
+            self._running = job.request
+            try:
+                await self._do(job)
+            except ValueError as error:
+                await self._fail(job, str(error), "user")
+            except Exception as error:
+                log.exception("request %s failed", job.request)
+                await self._fail(job, f"{type(error).__name__}: {error}", "server")
+            self._running = ""
+
+    async def _fail(self, job: Job, text: str, category: str) -> None:
+        """Fail a request. A step over a gradient that is not whole fails with its passes, and drops it."""
+        if job.model is not None and job.kind == "forward_backward":
+            self._broken.setdefault(job.model, job.request)
+        elif job.model is not None and job.kind == "optim_step":
+            self._broken.pop(job.model, None)
+            await self._call(self.engines.drop_gradient, job.model)
+        self._settle(job.request, _error(text, category), failed=True)
+
+    async def _do(self, job: Job) -> None:
+        """Compute one request, and write its result down together with what it changed."""
+        if job.model is not None and job.seq > 0:
+            await self._revive(job.model, job.seq)
+        result, changes = await self._computed(job)
+        with self.store.together():
+            gone = [folder for change in changes if (folder := change()) is not None]
+            self.store.finish(job.request, result)
+            if job.model is not None:
+                self.store.change("UPDATE models SET used = ? WHERE id = ?", time.time(), job.model)
+        for folder in gone:
+            self.store.remove_folder(folder)
+        self._wake(job.request)
+
+    async def _computed(self, job: Job) -> tuple[bytes, list[Change]]:
+        if job.kind == "sample":
+            return await self._sample(job), []
+        assert job.model is not None
+        if job.kind in _PASSES:
+            return await self._pass(job, job.model), []
+        if job.kind == "optim_step":
+            return await self._optim_step(job, job.model)
+        if job.kind == "create":
+            spec = AdapterSpec(**self.catalogue.spec(job.model))
+            await self._call(self.engines.create, job.model, spec)
+            return _json({"type": "create_model", "model_id": job.model}), [await self._state(job, job.model)]
+        if job.kind == "load":
+            return await self._load(job, job.model)
+        return await self._save(job, job.model)
+
+    async def _call(self, function: Callable[..., Any], *values: Any, **named: Any) -> Any:
+        """Compute in the engines' thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, partial(function, *values, **named))
+
+    async def _revive(self, model: str, before: int) -> None:
+        """Bring a model back that is not in memory: its last state, and once more what was done since."""
+        if await self._call(self.engines.has, model):
+            return
+        state, seq = self._value_of(model, "state"), self._value_of(model, "state_seq")
+        if state is None:
+            raise Refused(f"{model} was not created: its first request failed")
+        await self._call(self.engines.load, model, Path(state), optimizer=True)
+        done = "SELECT * FROM requests WHERE model = ? AND seq > ? AND seq < ? ORDER BY seq"
+        for row in self.store.rows(done, model, seq, before):
+            job = Job(**{name: row[name] for name in _OF_JOB}, request=row["id"], payload=row["body"])
+            if row["status"] == "failed":
+                if job.kind == "forward_backward":
+                    self._broken.setdefault(model, job.request)
+                elif job.kind == "optim_step":
+                    self._broken.pop(model, None)
+                    await self._call(self.engines.drop_gradient, model)
+            elif job.kind == "forward_backward":
+                await self._pass(job, model)
+            elif job.kind == "optim_step":
+                params = bodies.read(bodies.OptimStep, job.payload).adam_params
+                await self._call(self.engines.optim_step, model, params.model_dump())
+
+    def _value_of(self, model: str, column: str) -> Any:
+        return self.store.value(f"SELECT {column} FROM models WHERE id = ?", model)
+
+    async def _pass(self, job: Job, model: str) -> bytes:
+        message = wire.parsed_pass(job.payload)
+        rows, loss, settings = wire.rows_of(message, self.limits.vocabulary, self.limits.longest)
+        seed, backward = request_seed(self.limits.seed, "pass", job.seq), job.kind == "forward_backward"
+        log_probs, metrics = await self._call(
+            self.engines.forward_backward, model, rows, loss, settings, backward=backward, seed=seed
+        )
+        return wire.pass_output(rows, log_probs, metrics)
+
+    async def _optim_step(self, job: Job, model: str) -> tuple[bytes, list[Change]]:
+        params = bodies.read(bodies.OptimStep, job.payload).adam_params
+        if (broken := self._broken.get(model)) is not None:
+            raise Refused(f"{broken}, a forward_backward since the last step, failed: no weight was changed")
+        metrics = await self._call(self.engines.optim_step, model, params.model_dump())
+        self._steps[model] = self._steps.get(model, 0) + 1
+        due = self._steps[model] >= self.limits.checkpoint_freq
+        return _json({"metrics": metrics}), [await self._state(job, model)] if due else []
+
+    async def _state(self, job: Job, model: str) -> Change:
+        """Write the model's state; that it is the one to begin with is left to the transaction."""
+        folder = self._folder("states", job)
+        await self._call(self.engines.save, model, folder, optimizer=True)
+        self._steps[model] = 0
+        return partial(self.store.keep_state, model, job.seq, folder)
+
+    def _folder(self, kind: str, job: Job) -> Path:
+        return self.store.folder / kind / (job.model or "").replace(":", "_") / str(job.seq)
+
+    async def _load(self, job: Job, model: str) -> tuple[bytes, list[Change]]:
+        """Put a checkpoint's weights, and its optimizer where that is asked for, into a model."""
+        kind = bodies.Load if job.seq else bodies.CreateByLoad
+        asked = bodies.read(kind, job.payload)
+        found = self.catalogue.checkpoint(job.tenant, asked.path)
+        await self._call(self.engines.load, model, Path(found["folder"]), optimizer=asked.optimizer)
+        self._broken.pop(model, None)  # what was added up is gone
+        return _json({"type": "load_weights", "path": asked.path, "model_id": model}), [await self._state(job, model)]
+
+    async def _save(self, job: Job, model: str) -> tuple[bytes, list[Change]]:
+        """Write a checkpoint, or the snapshot of a sampling client, which has no name."""
+        training = job.kind == "save_weights"
+        asked = bodies.read(bodies.Save if training else bodies.SaveForSampler, job.payload)
+        path = None if asked.path is None else f"tinker://{model}/{'' if training else 'sampler_'}weights/{asked.path}"
+        taken = self.store.row("SELECT path FROM checkpoints WHERE path = ?", path) is not None
+        if taken and not (isinstance(asked, bodies.Save) and asked.overwrite):
+            raise Refused(f"{path} is there already; choose another name, or overwrite=True for a state")
+        number = asked.sampling_session_seq_id if isinstance(asked, bodies.SaveForSampler) else None
+        if path is None and number is None:
+            raise Refused("path or sampling_session_seq_id must be given")
+        folder = self._folder("saved", job)
+        await self._call(self.engines.save, model, folder, optimizer=training)
+        answer: Record = {"type": job.kind, "path": path}
+        if path is None:
+            sampler = f"{job.session}:sample:{number}"
+            row = {"id": sampler, "tenant": job.tenant, "session": job.session, "folder": str(folder)}
+            change: Change = partial(self.store.add, "samplers", replace=True, **row)
+            return _json({**answer, "sampling_session_id": sampler}), [change]
+        now, kind = time.time(), "training" if training else "sampler"
+        size = sum(file.stat().st_size for file in folder.iterdir())
+        expires = None if asked.ttl_seconds is None else now + asked.ttl_seconds
+        row = {"path": path, "tenant": job.tenant, "model": model, "kind": kind, "folder": str(folder), "bytes": size}
+        told = {"user_metadata": asked.user_metadata}
+        return _json(answer), [partial(self._new_checkpoint, **row, created=now, expires=expires, told=told)]
+
+    def _new_checkpoint(self, **row: Any) -> str | None:
+        """Write a checkpoint down; return the folder of one that it takes the place of."""
+        old = self.store.row("SELECT folder FROM checkpoints WHERE path = ?", row["path"])
+        self.store.add("checkpoints", replace=True, **row)
+        return None if old is None or old["folder"] == row["folder"] else old["folder"]
+
+    # --- sampling ----------------------------------------------------------------------------------------------------
+
+    def create_sampler(self, tenant: str, body: bytes) -> Record:
+        """Open a sampling client on the base, or on a checkpoint's weights, which stay those of now."""
+        asked = bodies.read(bodies.CreateSampler, body)
+        self._session(tenant, asked.session_id)
+        folder = self._weights(tenant, asked.model_path, asked.base_model)
+        name = f"{asked.session_id}:sample:{asked.sampling_session_seq_id}"
+        row = {"tenant": tenant, "session": asked.session_id, "path": asked.model_path, "folder": folder}
+        if self.store.row("SELECT id FROM samplers WHERE id = ?", name) is None:
+            self.store.add("samplers", id=name, **row)
+        return {"type": "create_sampling_session", "sampling_session_id": name}
+
+    def _weights(self, tenant: str, path: str | None, base: str | None) -> str | None:
+        """Folder of a path's adapter; None: the base."""
+        if path is None and base is None:
+            raise Refused("model_path or base_model must be given")
+        if base is not None:
+            self._base(base)
+        return None if path is None else self.catalogue.checkpoint(tenant, path)["folder"]
+
+    def join_sampler(self, tenant: str, name: str) -> Record:
+        """Number a further client of a sampler."""
+        self.catalogue.owned("samplers", tenant, name, "sampling session")
+        self.store.change("UPDATE samplers SET clients = clients + 1 WHERE id = ?", name)
+        count = self.store.value("SELECT clients FROM samplers WHERE id = ?", name)
+        return {"type": "join_sampling_session", "client_counter": count}
+
+    def sampler(self, tenant: str, name: str) -> Record:
+        found = self.catalogue.owned("samplers", tenant, name, "sampling session")
+        return {"sampler_id": name, "base_model": self.limits.model, "model_path": found["path"]}
+
+    def submit_sample(self, tenant: str, body: bytes) -> Record:
+        """Take a prompt. Raises Refused for one that cannot be answered."""
+        asked = bodies.read(bodies.Sample, body)
+        if asked.sampling_session_id is None or asked.seq_id is None:
+            raise Refused("sampling_session_id and seq_id must be given: create a sampling session first")
+        sampler = self.catalogue.owned("samplers", tenant, asked.sampling_session_id, "sampling session")
+        self._session(tenant, sampler["session"])
+        prompt_of(asked, sampler["id"], self.limits)
+        name = f"{sampler['id']}:{asked.seq_id}"
+        self._accept(name, tenant, sampler["session"], "sample", body)
+        return {"request_id": name, "sample_sequence_ids": [f"{name}:{i}" for i in range(asked.num_samples)]}
+
+    async def _sample(self, job: Job) -> bytes:
+        asked = bodies.read(bodies.Sample, job.payload)
+        assert asked.sampling_session_id is not None
+        sampler = self.catalogue.owned("samplers", job.tenant, asked.sampling_session_id, "sampling session")
+        folder = None if sampler["folder"] is None else Path(sampler["folder"])
+        prompt = prompt_of(asked, sampler["id"], self.limits)
+        answer: Answer | None = await self._call(self.engines.sample, job.request, folder, prompt)
+        if answer is None:
+            raise Refused("it was cancelled")
+        return wire.samples_output(answer)
+
+
+def _json(value: Record) -> bytes:
+    return json.dumps(value).encode()
+
+
+def _error(text: str, category: str) -> bytes:
+    return _json({"error": text, "category": category})

@@ -1,0 +1,134 @@
+"""State of the server that survives a kill: one SQLite file, beside the folders with adapters.
+
+A request is written before it is acknowledged, and its result together with what it changed. So a server that begins
+again knows, of every request id, whether it was done: a result is given again, anything else is computed, once.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS sessions (id TEXT PRIMARY KEY, tenant TEXT, created REAL, ended REAL, told TEXT);
+CREATE TABLE IF NOT EXISTS models (
+    id TEXT PRIMARY KEY, tenant TEXT, session TEXT, spec TEXT, created REAL, used REAL, told TEXT,
+    state TEXT, state_seq INTEGER);
+CREATE TABLE IF NOT EXISTS requests (
+    id TEXT PRIMARY KEY, tenant TEXT, session TEXT, model TEXT, seq INTEGER, kind TEXT, digest BLOB, body BLOB,
+    status TEXT, result BLOB, told REAL, arrived INTEGER);
+CREATE INDEX IF NOT EXISTS requests_of_models ON requests (model, seq);
+CREATE TABLE IF NOT EXISTS checkpoints (
+    path TEXT PRIMARY KEY, tenant TEXT, model TEXT, kind TEXT, folder TEXT, bytes INTEGER, created REAL, expires REAL,
+    told TEXT);
+CREATE TABLE IF NOT EXISTS samplers (
+    id TEXT PRIMARY KEY, tenant TEXT, session TEXT, path TEXT, folder TEXT, clients INTEGER DEFAULT 0);
+"""
+KEPT_S = 3600.0  # a result that was told may be asked for again: an answer can be lost on its way
+Record = dict[str, Any]
+
+
+class Store:
+    """SQLite file of a folder. One thread uses it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = sqlite3.connect(folder / "server.sqlite", isolation_level=None)
+        self._file.row_factory = sqlite3.Row
+        self._file.execute("PRAGMA journal_mode=WAL")
+        self._file.execute("PRAGMA synchronous=NORMAL")
+        self._file.executescript(_TABLES)
+        self._arrived = self.value("SELECT coalesce(max(arrived), 0) FROM requests")
+
+    def close(self) -> None:
+        self._file.close()
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Write all that is written inside, or nothing."""
+        self._file.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._file.execute("ROLLBACK")
+            raise
+        self._file.execute("COMMIT")
+
+    def rows(self, query: str, *values: Any) -> list[Record]:
+        return [dict(row) for row in self._file.execute(query, values)]
+
+    def row(self, query: str, *values: Any) -> Record | None:
+        return next(iter(self.rows(query, *values)), None)
+
+    def value(self, query: str, *values: Any) -> Any:
+        return self._file.execute(query, values).fetchone()[0]
+
+    def change(self, query: str, *values: Any) -> None:
+        self._file.execute(query, values)
+
+    def add(self, table: str, *, replace: bool = False, **columns: Any) -> None:
+        """Insert a record; dictionaries become JSON."""
+        values = [json.dumps(value) if isinstance(value, dict) else value for value in columns.values()]
+        names, marks = ", ".join(columns), ", ".join("?" * len(columns))
+        self.change(f"INSERT {'OR REPLACE ' if replace else ''}INTO {table} ({names}) VALUES ({marks})", *values)
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    def add_request(self, **columns: Any) -> None:
+        """Write a request down, in the order of arrival."""
+        self._arrived += 1
+        self.add("requests", **{"status": "waiting", **columns}, arrived=self._arrived)
+
+    def finish(self, request: str, result: bytes, *, failed: bool = False) -> None:
+        """Write down what came of a request; the body of one that changes no model is not needed again."""
+        self.change(
+            "UPDATE requests SET status = ?, result = ?, body = CASE WHEN model IS NULL THEN NULL ELSE body END "
+            "WHERE id = ?",
+            *("failed" if failed else "done", result, request),
+        )
+
+    def tell(self, request: str) -> None:
+        """Note that a result was given."""
+        self.change("UPDATE requests SET told = ? WHERE id = ? AND told IS NULL", time.time(), request)
+
+    def keep_state(self, model: str, seq: int, folder: Path | None) -> str | None:
+        """Make a folder the model's state after request `seq`, and forget bodies up to there; return the old one."""
+        old = self.value("SELECT state FROM models WHERE id = ?", model)
+        state = None if folder is None else str(folder)
+        self.change("UPDATE models SET state = ?, state_seq = ? WHERE id = ?", state, seq, model)
+        self.change(
+            "UPDATE requests SET body = NULL WHERE model = ? AND seq <= ? AND body IS NOT NULL AND status != 'waiting'",
+            *(model, seq),
+        )
+        return old if old != state else None
+
+    def sweep(self) -> None:
+        """Drop results that were told long ago, and checkpoints whose time is over, with their folders."""
+        now = time.time()
+        self.change("UPDATE requests SET result = NULL WHERE told < ? AND result IS NOT NULL", now - KEPT_S)
+        self.change("DELETE FROM requests WHERE told < ? AND model IS NULL", now - KEPT_S)
+        for each in self.rows("SELECT path FROM checkpoints WHERE expires < ?", now):
+            self.remove_checkpoint(each["path"])
+
+    def remove_checkpoint(self, path: str) -> None:
+        """Delete a checkpoint; its folder stays while a sampling client uses it."""
+        found = self.row("DELETE FROM checkpoints WHERE path = ? RETURNING folder", path)
+        if found is not None:
+            self.remove_folder(found["folder"])
+
+    def remove_folder(self, folder: str) -> None:
+        """Delete a folder that neither a checkpoint nor a sampler of a session that goes on has."""
+        users = self.value(
+            "SELECT (SELECT count(*) FROM checkpoints WHERE folder = ?) + (SELECT count(*) FROM samplers JOIN sessions "
+            "ON sessions.id = samplers.session WHERE folder = ? AND ended IS NULL)",
+            *(folder, folder),
+        )
+        if not users:
+            shutil.rmtree(folder, ignore_errors=True)
