@@ -104,9 +104,8 @@ def test_what_cannot_be_shared_by_chunks_is_refused(tmp_path: Path) -> None:
     """Padded rows; RoPE whose frequencies follow the largest position, which is another on each rank."""
     key = "fsdp_config.context_parallel_size"
     rope: dict[str, Any] = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
-    plain, stretched = (
-        tiny.model_folder(tmp_path / str(len(keys)), **keys) for keys in ({}, {"rope_parameters": rope})
-    )
+    plain = tiny.model_folder(tmp_path / "plain")
+    stretched = tiny.model_folder(tmp_path / "stretched", "qwen2", **rope)
     for path, packed, told in ((plain, False, "needs packed"), (stretched, True, "=2 with RoPE of type 'dynamic'")):
         model = ModelConfig(path=path, use_remove_padding=packed)
         with pytest.raises(ValueError, match=f"^{key}.*{told}"):
