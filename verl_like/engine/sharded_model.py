@@ -53,7 +53,7 @@ class ShardedModel:
         self.hf_config = loading.load_hf_config(model)
         loading.check_backend(model, self.hf_config, self.device)
         loading.check_ulysses(model, self.hf_config, role.ulysses)
-        loading.check_slices(model, self.hf_config, role.context, role.context_key)
+        loading.check_context(model, self.hf_config, role.context, role.context_key)
         tensor_plan.check_engine(model, self.hf_config, fsdp, ulysses=role.ulysses)
         tensor_plan.check_experts(model, self.hf_config, fsdp.expert_parallel_size, trained=optim is not None)
         self._vision = processor_of(model, self.hf_config)

@@ -320,6 +320,16 @@ def check_slices(model: ModelConfig, config: PretrainedConfig, size: int, key: s
         raise ValueError(f"{key}={size} needs packed sequences: set model.use_remove_padding=True")
 
 
+def check_context(model: ModelConfig, config: PretrainedConfig, size: int, key: str) -> None:
+    """Check that the model can run on chunks of its sequences, which hold unlike positions; raises ValueError."""
+    check_slices(model, config, size, key)
+    given = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    kinds = {str(each.get("rope_type")) for each in (given, *given.values()) if isinstance(each, dict)}
+    if size > 1 and (stretched := sorted(kinds & {"dynamic", "longrope"})):
+        why = "its frequencies follow the largest position of a pass, and ranks have other positions; set it to 1"
+        raise ValueError(f"{key}={size} with RoPE of type {stretched[0]!r}: {why}")
+
+
 def check_ulysses(model: ModelConfig, config: PretrainedConfig, size: int) -> None:
     """Check that the model can run on slices of its sequences and of its heads; raises ValueError otherwise."""
     if size == 1:

@@ -212,7 +212,7 @@ def _check_role(role: RoleConfig, facts: Facts) -> Iterator[str]:
         families.refuse_vision(hf_config, role.path_key, "name a text model")
     yield from problems_of(
         lambda: problems_of(lambda: loading.check_ulysses(model, hf_config, role.ulysses), prefix=f"{role.section}."),
-        lambda: loading.check_slices(model, hf_config, role.context, role.context_key),
+        lambda: loading.check_context(model, hf_config, role.context, role.context_key),
         lambda: tensor_plan.check_model(model, hf_config, role.tensor, role.tensor_key),
         lambda: tensor_plan.check_experts(
             model, hf_config, role.fsdp.expert_parallel_size, role.expert_key, trained=role.optim is not None

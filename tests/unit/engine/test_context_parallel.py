@@ -12,6 +12,8 @@ from tests.unit.engine import context_scenarios as scenarios
 from tests.unit.engine import tiny
 from tests.unit.engine.context_scenarios import Group
 from tests.unit.engine.tiny import assert_same, by_parameter
+from verl_like.config import ModelConfig
+from verl_like.models import loading
 from verl_like.parallel.dist import ProcessInfo
 
 
@@ -96,3 +98,16 @@ def test_meshes_of_four_ranks(
         for name in ("groups", "groups_first", "copies", "copies_first"):
             by_parameter(rank[f"meshes_{name}"], one["gradients_plain"], 1e-5)
         by_parameter(rank["ulysses"], alone, 1e-5)
+
+
+def test_what_cannot_be_shared_by_chunks_is_refused(tmp_path: Path) -> None:
+    """Padded rows; RoPE whose frequencies follow the largest position, which is another on each rank."""
+    key = "fsdp_config.context_parallel_size"
+    rope: dict[str, Any] = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
+    plain = tiny.model_folder(tmp_path / "plain")
+    stretched = tiny.model_folder(tmp_path / "stretched", "qwen2", **rope)
+    for path, packed, told in ((plain, False, "needs packed"), (stretched, True, "=2 with RoPE of type 'dynamic'")):
+        model = ModelConfig(path=path, use_remove_padding=packed)
+        with pytest.raises(ValueError, match=f"^{key}.*{told}"):
+            loading.check_context(model, loading.load_hf_config(model), 2, key)
+        loading.check_context(model, loading.load_hf_config(model), 1, key)

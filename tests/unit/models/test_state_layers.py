@@ -249,7 +249,7 @@ def test_slices_of_rows_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"ulysses_sequence_parallel_size=2: the mamba layers of a 'falcon_h1' model"):
         loading.check_ulysses(config, hf_config, 2)
     with pytest.raises(ValueError, match=r"context_parallel_size=2: the mamba layers .*whole sequences: set it to 1"):
-        loading.check_slices(config, hf_config, 2, "fsdp_config.context_parallel_size")
+        loading.check_context(config, hf_config, 2, "fsdp_config.context_parallel_size")
     with pytest.raises(ValueError, match=r"tensor_parallel_size=2: the mamba layers .*set it to 1"):
         tensor_plan.check_model(config, hf_config, 2)
 
