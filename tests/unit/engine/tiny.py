@@ -100,6 +100,7 @@ def experience(
     prompts = [torch.randint(vocab, (n,), generator=g).tolist() for n in prompt_length_B.tolist()]
     responses = [torch.randint(vocab, (n,), generator=g).tolist() for n in response_length_B.tolist()]
     prompts = [prompts[b - b % rows_per_prompt] for b in range(num_rows)]
+    prompts = [[b // rows_per_prompt % vocab, *prompt[1:]] for b, prompt in enumerate(prompts)]  # none begin alike
     response_ids_BR = pad_rows(responses, side="right", dtype=torch.int32)
     inside = torch.arange(response_ids_BR.shape[1])[None] < response_length_B[:, None]
     return Experience(
