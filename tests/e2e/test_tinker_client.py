@@ -322,6 +322,7 @@ def chatty(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.timeout(900)
 def test_recipes_of_the_cookbook_run_unedited(fetched: Path, shared_data: Path, chatty: Path, tmp_path: Path) -> None:
     """One of each kind: supervised, reinforcement, preferences (a custom loss), distillation (a teacher's log-probs).
 
