@@ -24,14 +24,21 @@ def from_pretrained(name: str, *_: Any, **__: Any) -> Any:
     return _from_pretrained(os.environ["MODEL_DIR"])
 
 
-def load_dataset(name: str, *_: Any, **__: Any) -> Any:
+def load_dataset(name: str, *_: Any, split: str | None = None, **__: Any) -> Any:
     with open(os.environ["GSM8K_FILE"], encoding="utf-8") as file:
         rows = [json.loads(line) for line, _ in zip(file, range(32), strict=False)]
     if "no_robots" in name:
         said = [(row["question"][:100], row["answer"][:80]) for row in rows]
         both = [zip(("user", "assistant"), pair, strict=True) for pair in said]
         rows = [{"messages": [{"role": role, "content": text} for role, text in pair]} for pair in both]
-    return datasets.DatasetDict(train=datasets.Dataset.from_list(rows))
+    if "hh-rlhf" in name:
+        asked = [f"\n\nHuman: {row['question'][:60]}\n\nAssistant: " for row in rows]
+        rows = [
+            {"chosen": begin + row["answer"][:40], "rejected": begin + "no"}
+            for begin, row in zip(asked, rows, strict=True)
+        ]
+    found = datasets.Dataset.from_list(rows)
+    return datasets.DatasetDict(train=found, test=found) if split is None else found
 
 
 def rewarded(given: str, _: str) -> bool:

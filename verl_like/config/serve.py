@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from verl_like.config.base import ConfigNode, above, at_least, between, key, one_of, require
+from verl_like.config.base import ConfigNode, above, at_least, between, key, require
 
 
 @dataclass(kw_only=True, slots=True)
@@ -18,9 +18,6 @@ class ServeConfig(ConfigNode):
     and the same tenant, whatever key it sends."""
     model_name: str | None = None
     """Name of the base model to clients. Null: model.path."""
-    isolation: str = key("exact", one_of("exact"))
-    """exact: requests of two tenants never share a pass, so that a client gets, bit for bit, what it would get
-    alone. Batches that tenants share are not available yet."""
     lora_alpha: float = key(32.0, above(0))
     """Numerator of every adapter's scale, alpha / rank; clients ask for ranks alone."""
     max_lora_rank: int = key(128, at_least(1))

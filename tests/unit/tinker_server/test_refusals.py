@@ -256,5 +256,3 @@ def test_other_machines_get_in_with_keys_alone() -> None:
     with pytest.raises(ValueError, match=r"host='0.0.0.0': whoever reaches it could train and sample; set api_keys"):
         ServeConfig(host="0.0.0.0")
     assert ServeConfig(host="0.0.0.0", api_keys="keys.txt") and ServeConfig(host="127.0.0.1")
-    with pytest.raises(ValueError, match="isolation='shared': choose one of exact"):
-        ServeConfig(isolation="shared")
