@@ -314,6 +314,22 @@ CHECKS: tuple[Check, ...] = (
         (_MFU,),
     ),
     Check(
+        "trees",
+        "Turns of agents that begin alike are computed once: the update of 4 forks of 6 turns, shared and apart.",
+        bench(
+            "update --model 0.5b --workload w1 --rows 192 --agents 4 6 --paths packed unshared --dtypes bfloat16 "
+            "--token-budgets 16384"
+        ),
+        2.5,
+    ),
+    Check(
+        "context",
+        "Two devices share rows by chunks of their tokens, with NCCL: the update of 1.5B.",
+        bench(_UPDATE + " --ranks 2") + " -- actor_rollout_ref.actor.fsdp_config.context_parallel_size=2",
+        3.5,
+        devices=2,
+    ),
+    Check(
         "attention-speed",
         "One layer's attention, packed, against padded rows with a mask.",
         bench("attention --model 1.5b --workload w1 --tokens 16384"),
