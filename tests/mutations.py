@@ -522,8 +522,8 @@ MESH = [
     Mutation(
         "queries of a group with fewer keys are laid out from its first column on",
         "models/attention_groups.py",
-        "+ (end_R - width_R.cumsum(0)).repeat_interleave(width_R)",
-        "+ (width_R - width_R.cumsum(0)).repeat_interleave(width_R)",
+        "(first_S - count_S.cumsum(0) + count_S).repeat_interleave(count_S)",
+        "(count_S - count_S.cumsum(0)).repeat_interleave(count_S)",
         "engine/test_context_parallel.py",
     ),
     Mutation(

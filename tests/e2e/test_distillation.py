@@ -78,6 +78,7 @@ def test_each_row_has_its_own_teacher_and_a_resume_changes_nothing(
     models = f"{{strong: {{key: even, model_path: {teacher}}}, self: {{key: odd, model_path: {tiny_model}}}}}"
     settings = {
         f"{LOSS}.loss_mode": "forward_kl_topk",
+        f"{LOSS}.topk": 8,
         "distillation.teacher_models": models,
         "distillation.teacher_key": "parity",
         "trainer.save_freq": 2,

@@ -98,6 +98,11 @@ class RouterConfig(ConfigNode):
         """True where a loss of the routers is added to the policy's."""
         return self.balance_loss_coef > 0 or self.z_loss_coef > 0
 
+    @property
+    def counts_tokens(self) -> bool:
+        """True where it matters how often a token is computed: tokens that are there once depend on the cut of rows."""
+        return self.has_losses or self.bias_update_rate > 0
+
 
 class ReplayMode(StrEnum):
     """Pass whose routes the updates replay."""

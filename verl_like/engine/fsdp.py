@@ -65,9 +65,7 @@ class FSDPEngine(ShardedModel):
     ) -> None:
         schedule = None if role.optim is None else Schedule(role.optim, num_schedule_steps)
         super().__init__(role, process, schedule, tokenizer_size, seed)
-        # Losses of routers and loads that move biases: of tokens that are there once they would depend on the cut
-        counts = self._router_losses is not None or (role.optim is not None and role.router.bias_update_rate > 0)
-        self.shares_prompts = loading.shares_prompts(role.model) and not counts
+        self.shares_prompts = loading.shares_prompts(role.model, role.router)
         self._mesh = self.sharding.mesh
         self._row_group, self._is_split = self._mesh.rows, self._mesh.tensor is not None
         moves = role.optim is not None and role.model.enable_activation_offload and self.device.type == "cuda"

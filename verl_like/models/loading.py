@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from verl_like.config import FSDPConfig, ModelConfig
+    from verl_like.config.actor import RouterConfig
 
 log = logging.getLogger(__name__)
 
@@ -345,9 +346,12 @@ def uses_packing(model: ModelConfig) -> bool:
     return model.use_remove_padding
 
 
-def shares_prompts(model: ModelConfig) -> bool:
-    """True where rows of a micro-batch with the same prompt compute it once; only packed rows can."""
-    return uses_packing(model) and model.share_prompts
+def shares_prompts(model: ModelConfig, router: RouterConfig | None = None) -> bool:
+    """True where what rows of a micro-batch begin with is computed once; only packed rows can.
+
+    router: settings of the actor's routers, which may count tokens.
+    """
+    return uses_packing(model) and model.share_prompts and not (router is not None and router.counts_tokens)
 
 
 def sharding_units(model: TokenModel, fsdp: FSDPConfig) -> list[nn.Module]:

@@ -197,7 +197,7 @@ def build_reporter(ready: Facts, speed: SpeedReport, resumed_at: int | None) -> 
     """
     config, plan, inputs = ready.config, ready.plan, ready
     settings, run_id = config.trainer, os.environ.get(RUN_ID_VARIABLE, "")
-    shared = shares_prompts(config.actor_rollout_ref.model)
+    shared = shares_prompts(config.actor_rollout_ref.model, config.actor_rollout_ref.actor.router)
     spread = RowBalance(even=settings.balance_batch, cost=ready.costs.actor, share_prompts=shared)
     progress = build_progress(
         enabled="console" in settings.logger, total_steps=plan.total_training_steps, first_step=resumed_at or 0

@@ -43,7 +43,8 @@ class UpdateRules:
 
 def handle_options(trainer: TrainerConfig, plan: BatchPlan, name: str, cost: ModelCost | None) -> dict[str, Any]:
     """Options of the handle of a role of the plan, besides its pool: see RoleHandle."""
-    sharing = {"cost": cost, "share_prompts": shares_prompts(plan.roles[name].config.model)}
+    role = plan.roles[name].config
+    sharing = {"cost": cost, "share_prompts": shares_prompts(role.model, role.router)}
     return {"balance": trainer.balance_batch, "timeout_s": trainer.rpc_timeout, **sharing}
 
 

@@ -35,7 +35,7 @@ SAME = ("actor/pg_loss", "actor/grad_norm", "critic/score/mean", "response_lengt
 
 def test_a_run_on_the_card_is_one_on_a_cpu(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sampling, sync, log-probs and updates with everything offloaded in between: two steps, the same numbers."""
-    monkeypatch.setattr(attention_groups, "_by_products", lambda key: False)  # the CPU's own way of attention
+    monkeypatch.setattr(attention_groups, "_by_products", lambda key, first: False)  # the CPU's own way of attention
     task, found = write_task(tmp_path), {}
     for device in ("cpu", "cuda"):
         as_cpu.forget()

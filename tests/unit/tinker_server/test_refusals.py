@@ -107,6 +107,8 @@ def bad_bodies(tenant: Tenant) -> list[Case]:
     return [
         ("optim_step", {**place, "adam_params": {"learning_rate": -1.0}}, FUTURE, "learning_rate"),
         ("optim_step", {**place, "adam_params": {"beta1": 1.0}}, FUTURE, "adam_params.beta1"),
+        ("optim_step", {**place, "adam_params": {"eps": 0.0}}, FUTURE, "adam_params.eps"),
+        ("optim_step", {**place, "adam_params": {"learning_rate": 1e38}}, FUTURE, "adam_params.learning_rate"),
         ("optim_step", {**place, "adam_params": {"learning_rate": "fast"}}, FUTURE, "adam_params.learning_rate"),
         ("optim_step", {**place, "optimizer_params": {"type": "dimuon", "learning_rate": 1.0}}, FUTURE, "adam_params"),
         ("optim_step", {"model_id": tenant.model}, 422, "seq_id: Field required"),
@@ -155,6 +157,7 @@ def bad_bodies(tenant: Tenant) -> list[Case]:
         ("asample", tokens(1.5), 422, "prompt.chunks.0.tokens.0"),
         ("asample", ask | {"prompt": {"chunks": [{"type": "image", "data": ""}]}}, 400, "reads text alone"),
         ("asample", params(temperature=-1.0), 422, "sampling_params.temperature"),
+        ("asample", params(top_k=10**30), 422, "sampling_params.top_k"),
         ("asample", params(top_p=0.0), 422, "sampling_params.top_p"),
         ("asample", params(max_tokens=0), 422, "sampling_params.max_tokens"),
         ("asample", params(stop=[""]), 400, "stop has an empty text"),

@@ -6,7 +6,8 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from tests.unit.algorithms.builders import rollouts
 from verl_like.algorithms.mismatch import finish
 from verl_like.algorithms.objectives import PolicyObjective
 from verl_like.batch import Evaluated, Experience, Metric
-from verl_like.config import ActorConfig, PolicyLossConfig, PPOConfig, SampleWeightConfig
+from verl_like.config import ActorConfig, PolicyLossConfig, PPOConfig, SampleWeightConfig, TrainerConfig
+from verl_like.config.actor import RouterConfig
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.kit.bench.fake_time import FakeTimeEngine, FakeTimeRollout, tokens_of
 from verl_like.models.prefix_tree import beginnings
@@ -24,7 +26,7 @@ from verl_like.rollout.link import LinkServer
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, SamplingParams, request_seed
 from verl_like.trainer.dispatch import RowBalance
 from verl_like.trainer.replicas import RolloutGroup
-from verl_like.trainer.roles import ActorHandle, CriticHandle, UpdateRules, average_steps
+from verl_like.trainer.roles import ActorHandle, CriticHandle, UpdateRules, average_steps, handle_options
 from verl_like.trainer.weights import Weights
 from verl_like.weight_sync.header import Wanted
 from verl_like.weight_sync.verdict import Receipt, Sent, WeightSyncError
@@ -400,6 +402,20 @@ def test_rows_of_one_prompt_stay_on_one_rank_where_they_share_it() -> None:
     ((_, per_rank),) = group.given
     prompts = [set(minibatches[0][0].prompt_ids_BP[:, 0].tolist()) for (minibatches,) in per_rank]
     assert prompts[0] | prompts[1] == {1, 2, 3, 4} and not prompts[0] & prompts[1]
+
+
+@pytest.mark.parametrize("key", ["balance_loss_coef", "z_loss_coef", "bias_update_rate"])
+def test_routers_that_count_tokens_share_nothing(key: str) -> None:
+    """The driver spreads rows as the engine computes them: whole ones, where routers count every token."""
+    counting = plan(2)
+    for routers, shares in (
+        (counting.roles["actor"].config.router, True),
+        (RouterConfig(**cast(Any, {key: 0.1})), False),
+    ):
+        role = replace(counting.roles["actor"].config, router=routers)
+        roles = {**counting.roles, "actor": replace(counting.roles["actor"], config=role)}
+        options = handle_options(TrainerConfig(), replace(counting, roles=roles), "actor", None)
+        assert options["share_prompts"] is shares
 
 
 def test_an_empty_minibatch_is_left_out_and_counted() -> None:

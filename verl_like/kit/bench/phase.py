@@ -71,7 +71,8 @@ class Job:
 
 def share_of_rank(job: Job, batch: Experience, process: ProcessInfo) -> Experience:
     """The rows of this rank, balanced as the trainer does it; ranks that share sequences get the same ones."""
-    spread = RowBalance(cost=job.cost, share_prompts=shares_prompts(job.spec.config.actor_rollout_ref.model))
+    policy = job.spec.config.actor_rollout_ref
+    spread = RowBalance(cost=job.cost, share_prompts=shares_prompts(policy.model, policy.actor.router))
     num_shares = job.spec.plan.roles[ACTOR].data_parallel_size
     shares = spread.shares(batch, num_shares)
     return split_rows(batch, shares)[process.rank * num_shares // process.world_size]

@@ -69,7 +69,7 @@ class SpeedReport:
             rollout_replicas=plan.rollout_replicas,
             actor_epochs=policy.actor.ppo_epochs,
             critic_epochs=config.critic.ppo_epochs,
-            actor_shares_prompts=shares_prompts(policy.model),
+            actor_shares_prompts=shares_prompts(policy.model, policy.actor.router),
             critic_shares_prompts=shares_prompts(config.critic.model),
         )
         return cls(shape, settings_of(config, plan), memory)

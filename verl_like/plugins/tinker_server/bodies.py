@@ -47,10 +47,10 @@ class CreateModel(Body):
 
 
 class Adam(Body):
-    learning_rate: float = Field(1e-4, ge=0)
+    learning_rate: float = Field(1e-4, ge=0, le=1e6)
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.95, ge=0, lt=1)
-    eps: float = Field(1e-12, ge=0)
+    eps: float = Field(1e-12, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     grad_clip_norm: float = Field(0.0, ge=0)
 
@@ -117,7 +117,7 @@ class Params(Body):
     seed: int | None = None
     stop: str | list[str] | list[int] | None = None
     temperature: float = Field(1.0, ge=0)
-    top_k: int = Field(-1, ge=-1)
+    top_k: int = Field(-1, ge=-1, lt=2**31)
     top_p: float = Field(1.0, gt=0, le=1)
 
 

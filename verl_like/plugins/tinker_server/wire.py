@@ -170,9 +170,11 @@ def _tensor(message: Any, place: str) -> NDArray[Any]:
             return values.reshape(shape) if shape else values
         sparse = message.sparse_csr
         crow, col = (np.frombuffer(part, np.int64) for part in (sparse.crow_indices, sparse.col_indices))
-        dense, counts = np.zeros(shape, dtype), np.diff(crow)
-        if len(shape) != 2 or len(counts) != shape[0] or (counts < 0).any() or (col < 0).any():
+        counts = np.diff(crow)
+        ends = crow[0] == 0 and crow[-1] == len(col) if len(crow) else False  # before anything of that size is made
+        if len(shape) != 2 or len(counts) != shape[0] or not ends or (counts < 0).any() or (col < 0).any():
             raise ValueError("its row pointers are not those of its shape")
+        dense = np.zeros(shape, dtype)
         dense[np.repeat(np.arange(shape[0]), counts), col] = np.frombuffer(sparse.values, dtype)
         return dense
     except (ValueError, IndexError) as error:
