@@ -20,6 +20,7 @@ class MicroBatchRule:
 
     max_tokens: int | None = None
     max_sequences: int | None = None
+    apart: bool = False  # max_tokens counts every row whole, whatever rows begin with in common
 
     def __post_init__(self) -> None:
         if (self.max_tokens is None) == (self.max_sequences is None):

@@ -71,7 +71,7 @@ class FSDPEngine(ShardedModel):
         moves = role.optim is not None and role.model.enable_activation_offload and self.device.type == "cuda"
         self._activations = ActivationOffload(self.device) if moves else None
         self._seed, self._updates = seed, 0  # updates since the schedule's last step
-        self._rescue = Rescue(self.sharding, alone=process.world_size == 1)
+        self._rescue = Rescue(self.sharding, alone=process.world_size == 1, shares=self.shares_prompts)
         self._segments: packing.Segments | None = None  # of the last pass
         self._l2_coeff = 0.0 if role.optim is None else role.optim.l2_coeff
         self._references: tuple[FSDPEngine, ...] = ()

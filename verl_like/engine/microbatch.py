@@ -38,7 +38,7 @@ def cut(batch: Batch, rule: MicroBatchRule, *, share_prompts: bool) -> list[tupl
     Collective: every rank returns the same number, so that all take part in the same collectives of the sharded model.
     share_prompts: what rows begin with is packed once, and they are kept together for that.
     """
-    shared = shared_rows(batch) if share_prompts and rule.max_tokens is not None else None
+    shared = shared_rows(batch) if share_prompts and rule.max_tokens is not None and not rule.apart else None
     index = micro_batches(batch.num_tokens_B().tolist(), rule, shared)
     count = all_reduce_max(len(index))
     parts: list[tuple[list[int], Batch] | None] = [(rows, batch.select(rows)) for rows in index]

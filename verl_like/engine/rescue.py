@@ -59,11 +59,13 @@ class OutOfMemory(Exception):
 class Rescue:
     """State of one engine's rescues: how large its micro-batches may be since memory ran out, and how often it did."""
 
-    def __init__(self, sharding: Sharding, *, alone: bool) -> None:
-        self._sharding, self._alone = sharding, alone
+    def __init__(self, sharding: Sharding, *, alone: bool, shares: bool = False) -> None:
+        """shares: a token budget may hold more whole rows than fit, which begin alike (models/prefix_tree.py)."""
+        self._sharding, self._alone, self._shares = sharding, alone, shares
         self._gathers_alone = self._in_model = False  # of the forward pass under way
         self._failed = False  # in a backward pass, of which the other ranks know nothing yet
         self._most: dict[str, int] = {}  # by kind of pass: tokens, or sequences, of a micro-batch
+        self._apart: set[str] = set()  # kinds of pass whose budget counts every row whole
         self._count = 0
 
     def repeated(
@@ -164,24 +166,30 @@ class Rescue:
         if most is None:
             return rule
         if rule.max_tokens is not None:
-            return MicroBatchRule(max_tokens=min(most, rule.max_tokens))
+            return MicroBatchRule(max_tokens=min(most, rule.max_tokens), apart=kind in self._apart)
         return MicroBatchRule(max_sequences=min(most, rule.max_sequences or most))
 
     def _cut(self, kind: str, rule: MicroBatchRule, batch: Sequences) -> None:
-        """Halve the size of micro-batches from now on.
+        """Halve the size of micro-batches from now on; where rows share tokens, count each whole in the end.
 
         Raises torch.OutOfMemoryError where micro-batches are single rows already.
         """
         longest = all_reduce_max(int(batch.num_tokens_B().max()) if len(batch) else 0)
-        size = rule.max_tokens if rule.max_tokens is not None else rule.max_sequences
+        size, least = (rule.max_sequences, 1) if rule.max_tokens is None else (rule.max_tokens, longest)
         assert size is not None
-        if size <= (longest if rule.max_tokens is not None else 1):
+        if size <= least and rule.max_tokens is not None and self._shares and not rule.apart:
+            self._count += 1
+            self._most[kind] = size
+            self._apart.add(kind)
+            log.warning("out of memory: the %s begins again, %d tokens of whole rows at a time from now on", kind, size)
+            return
+        if size <= least:
             raise torch.OutOfMemoryError(
                 f"out of memory with one row in a micro-batch (the longest has {longest:,} tokens): shorten "
                 "data.max_response_length, or see `verl-like plan` for what takes the memory"
             )
         self._count += 1
-        self._most[kind] = max(size // 2, longest if rule.max_tokens is not None else 1)
+        self._most[kind] = max(size // 2, least)
         unit = "tokens" if rule.max_tokens is not None else "sequences"
         log.warning(
             "out of memory: the %s begins again with micro-batches of %d %s instead of %d, and keeps them for the rest "

@@ -99,6 +99,7 @@ def _largest_first(sizes: Sequence[float]) -> list[int]:
     return sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
 
 
+MOST_REPEATED = 16  # whole tokens of a micro-batch's rows, for each token of its budget
 _SEARCHED = 64  # groups looked at when a gap is to be filled with a part of one
 _EVEN = (1.0, 1.01, 1.03, 1.06, 1.12)  # of the mean: how full the fullest micro-batch may be, tried in this order
 
@@ -252,7 +253,8 @@ def micro_batches(num_tokens: Sequence[int], rule: MicroBatchRule, shared: Share
         num_tokens: length of each row in tokens.
         rule: `max_tokens`: no micro-batch holds more tokens, but a longer row travels alone. `max_sequences`: no
             micro-batch holds more rows. Tokens are balanced in both cases.
-        shared: what rows of one micro-batch begin with counts once; a token budget makes use of it.
+        shared: what rows of one micro-batch begin with counts once; a token budget makes use of it. Its rows have
+            `MOST_REPEATED` budgets of tokens at most, every row whole: attention has their keys and values.
     """
     if not num_tokens:
         return []
@@ -294,12 +296,27 @@ def _by_tokens(num_tokens: Sequence[int], budget: int, shared: SharedRows | None
     alone = [[i] for i, n in enumerate(num_tokens) if n >= budget]
     fitting = [i for i, n in enumerate(num_tokens) if n < budget]
     packed = few_bins([num_tokens[i] for i in fitting], budget)
-    chosen = None if shared is None else fill_budget(fitting, num_tokens, shared, budget)
+    chosen = None
+    if shared is not None:
+        filled = fill_budget(fitting, num_tokens, shared, budget)
+        chosen = [part for rows in filled for part in _not_too_deep(rows, num_tokens, shared, MOST_REPEATED * budget)]
     if chosen is None or len(chosen) > len(packed):
         even = _karmarkar_karp([num_tokens[i] for i in fitting], len(packed)) if packed else []
         fits = all(sum(num_tokens[fitting[j]] for j in rows) <= budget for rows in even)
         chosen = [sorted(fitting[j] for j in rows) for rows in (even if fits else packed)]
     return sorted((rows for rows in alone + chosen if rows), key=lambda rows: rows[0])
+
+
+def _not_too_deep(rows: list[int], tokens: Sequence[int], shared: SharedRows, most: int) -> list[list[int]]:
+    """Cut rows where those of a part would have more than `most` tokens, every row whole; neighbours stay together."""
+    parts, whole = [list[int]()], 0
+    for i in sorted(rows, key=shared.place.__getitem__):
+        if parts[-1] and whole + tokens[i] > most:
+            parts.append([])
+            whole = 0
+        parts[-1].append(i)
+        whole += tokens[i]
+    return [sorted(part) for part in parts]
 
 
 def _by_count(num_tokens: Sequence[int], max_rows: int) -> list[list[int]]:

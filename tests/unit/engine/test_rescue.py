@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.unit.engine import broken_passes, tiny
-from verl_like.batch import Denominators, Experience, Metric
+from verl_like.batch import Denominators, Experience, Metric, pad_rows
 from verl_like.config.batch_plan import MicroBatchRule
 from verl_like.config.fsdp import FSDPConfig, WrapPolicyConfig
 from verl_like.engine.fsdp import FSDPEngine
@@ -112,6 +112,35 @@ def test_gradients_of_what_went_before_count_once(process: ProcessInfo, tmp_path
     else:
         mlp.register_full_backward_hook(fail_once)
     check(plain, step(engine, tiny.PolicyLoss(), list(range(24)), rule))
+
+
+def turns_of_an_agent() -> Experience:
+    """Ten rows of 15, 20 ... 60 tokens, each of which goes on from the one before: 60 tokens in all, 375 in rows."""
+    story = torch.randint(1, 61, (60,), generator=torch.Generator().manual_seed(0), dtype=torch.int32).tolist()
+    ends = range(15, 61, 5)
+    response_ids_BR = torch.tensor([story[end - 5 : end] for end in ends], dtype=torch.int32)
+    return Experience(
+        prompt_ids_BP=pad_rows([story[: end - 5] for end in ends], side="left", dtype=torch.int32),
+        prompt_length_B=torch.tensor([end - 5 for end in ends]),
+        response_ids_BR=response_ids_BR,
+        response_length_B=torch.full((10,), 5),
+        response_mask_BR=torch.ones_like(response_ids_BR, dtype=torch.bool),
+        group_B=torch.zeros(10, dtype=torch.int64),
+        advantages_BR=torch.linspace(-1, 1, 50).view(10, 5),
+    )
+
+
+def test_rows_that_share_tokens_are_taken_apart(process: ProcessInfo, tmp_path: Path) -> None:
+    """A budget of the longest row's tokens holds all turns of an agent: what is left to lower is what they share."""
+    path, batch, found = tiny.model_folder(tmp_path), turns_of_an_agent(), []
+    for loss in (tiny.PolicyLoss(), HungryLoss()):
+        engine = tiny.build_engine(process, path)
+        metrics = engine.train_minibatch(batch, loss, tiny.denominators(batch), rule=RULE)
+        found.append((tiny.weights(engine), metrics))
+    tiny.assert_same(found[0][0], found[1][0], 1e-4)
+    assert found[0][1]["perf/micro_batches"].value == 1
+    assert found[1][1]["perf/micro_batches"].value >= 375 / LIMIT
+    assert found[1][1]["grad_norm"].value == pytest.approx(found[0][1]["grad_norm"].value, rel=1e-5)
 
 
 def test_a_single_row_that_does_not_fit_is_told(process: ProcessInfo, tmp_path: Path) -> None:

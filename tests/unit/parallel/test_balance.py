@@ -131,6 +131,16 @@ def test_shared_prompts_fill_micro_batches() -> None:
     assert sum(computed) < 1.1 * once  # without shared prompts it would be 1.37 times
 
 
+def test_deep_trees_are_cut_where_whole_rows_are_too_many() -> None:
+    """100 turns of an agent fit into one budget, but attention reads 50 times as much."""
+    tokens = [10 * (turn + 1) for turn in range(100)]
+    turns = SharedRows(place=range(100), common=[0, *tokens[:-1]], number=[0] * 100)
+    parts = micro_batches(tokens, MicroBatchRule(max_tokens=1001), turns)
+    assert sorted(i for part in parts for i in part) == list(range(100))
+    assert [part == list(range(part[0], part[-1] + 1)) for part in parts] == [True] * 4
+    assert max(sum(tokens[i] for i in part) for part in parts) <= 16 * 1001
+
+
 def test_a_long_prompt_is_not_repeated_to_fill_a_gap() -> None:
     """Two groups of 1,000 + 4 x 100 tokens: two micro-batches of 1,400, though 200 more would fit into each."""
     prompts = groups_with_prompts([0] * 4 + [1] * 4, [1000] * 8)
