@@ -53,6 +53,7 @@ def random_rollouts(lengths: Sequence[tuple[int, int]], vocab_size: int, *, diff
     """Rows without log-probs; in every third one part of the response was not sampled (tool text).
 
     Of six rows the second hit its length limit, and the third and fourth are one episode whose history was rewritten.
+    Two responses to one prompt begin with the same two tokens, which are computed once as their prompt is.
     """
     generator = torch.Generator().manual_seed(len(lengths))
 
@@ -61,7 +62,11 @@ def random_rollouts(lengths: Sequence[tuple[int, int]], vocab_size: int, *, diff
 
     prompts = [tokens(prompt) for prompt, _ in lengths]
     prompts = [prompts[row if row % _PERIOD == _FIRST_PART + 1 else row - row % 2] for row in range(len(lengths))]
-    response_ids_BR = pad_rows([tokens(response) for _, response in lengths], side="right", dtype=torch.int32)
+    responses = [tokens(response) for _, response in lengths]
+    for row in range(1, len(responses)):
+        if prompts[row] == prompts[row - 1]:
+            responses[row][:2] = responses[row - 1][:2]
+    response_ids_BR = pad_rows(responses, side="right", dtype=torch.int32)
     response_length_B = torch.tensor([response for _, response in lengths])
     mask_BR = torch.arange(response_ids_BR.shape[1])[None, :] < response_length_B[:, None]
     mask_BR[::3, 1:3] = False
