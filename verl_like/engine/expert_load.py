@@ -1,8 +1,9 @@
 """Load of a mixture of experts: how evenly it spreads the tokens that it is trained on.
 
-Counted are the tokens that learn, prompts included, over all micro-batches and ranks of a mini-batch: once for each time
-that they are computed (what rows begin with in common is once; not again when checkpointing recomputes a layer). Beside
-them stand only the filling tokens of slices and chunks of rows, and of ranks without rows. Padded rows are not counted: their padding is routed as well.
+Counted are the tokens that learn, prompts included, over all micro-batches and ranks of a mini-batch, once for each time
+they are computed: what rows begin with in common is once, and recomputation does not count. Beside them stand only the
+filling tokens of slices and chunks of rows, and of ranks without rows. Padded rows are not counted: their padding is
+routed as well.
 """
 
 from __future__ import annotations
