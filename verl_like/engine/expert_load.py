@@ -1,6 +1,6 @@
 """Load of a mixture of experts: how evenly it spreads the tokens that it is trained on.
 
-Counted are the tokens that learn, prompts included, over all micro-batches and ranks of a mini-batch, once for each time
+Counted are the tokens that learn, prompts included, over all micro-batches and ranks of a mini-batch, once each time
 they are computed: what rows begin with in common is once, and recomputation does not count. Beside them stand only the
 filling tokens of slices and chunks of rows, and of ranks without rows. Padded rows are not counted: their padding is
 routed as well.
