@@ -43,7 +43,7 @@ twin: setup ## whole steps on fake GPUs, at the sizes users train: 10 minutes on
 bench-driver: setup ## the driver's own work on a small batch: fails at twice the copies of it that were measured (300)
 	OMP_NUM_THREADS=1 $(PY) -m verl_like.cli bench driver --prompts 128 --rounds 5 --most-copies 600
 
-mutations: setup ## plant faults, one at a time, and show that the tests notice each: 6 minutes
+mutations: setup ## plant faults, one at a time, and show that the tests notice each: 10 minutes
 	$(PY) tests/mutations.py
 
 test-gpu: setup ## the tests that need a CUDA device

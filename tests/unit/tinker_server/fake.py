@@ -24,6 +24,7 @@ from verl_like.plugins.tinker_server.server import application
 from verl_like.plugins.tinker_server.service import Service
 from verl_like.plugins.tinker_server.store import Store
 from verl_like.plugins.tinker_server.wire import MESSAGES, PROTOBUF
+from verl_like.rollout.rollout_engine import RolloutError
 
 LIMITS = Limits(
     model="base",
@@ -52,9 +53,12 @@ def mixed(*parts: object) -> str:
 
 class FakeEngines:
     """Weights and gradient of each model are texts. kill_at: number of the call that does not come back, and whether
-    it has done its work by then."""
+    it has done its work by then. error_at: the same of one that fails. dead: no sample comes back."""
 
-    def __init__(self, kill_at: tuple[int, bool] | None = None) -> None:
+    def __init__(
+        self, kill_at: tuple[int, bool] | None = None, error_at: tuple[int, bool] | None = None, dead: bool = False
+    ) -> None:
+        self._error_at, self._dead = error_at, dead
         self.models: dict[str, tuple[str, str]] = {}
         self.calls: list[str] = []
         self._kill_at = kill_at
@@ -64,6 +68,9 @@ class FakeEngines:
             self.calls.append(what)
         if self._kill_at is not None and self._kill_at == (len(self.calls) - (not before), not before):
             raise Killed
+        if self._error_at is not None and self._error_at == (len(self.calls) - (not before), not before):
+            self._error_at = None
+            raise OSError("No space left on device")
 
     def has(self, model: str) -> bool:
         return model in self.models
@@ -112,6 +119,8 @@ class FakeEngines:
         return {"grad_norm:mean": float(int(self.models[model][0][:6], 16))}
 
     def sample(self, name: str, folder: Path | None, prompt: Prompt) -> Answer | None:
+        if self._dead:
+            raise RolloutError("the rollout engine has stopped: a test")
         weights = "base" if folder is None else json.loads((folder / "weights.json").read_text())["weights"]
         told = mixed(weights, prompt.ids, prompt.seed)
         ids = np.array([int(told[i : i + 2], 16) % 100 for i in range(0, 8, 2)], np.int32)
@@ -144,10 +153,16 @@ class Running:
 
 @asynccontextmanager
 async def running(
-    folder: Path, *, kill_at: tuple[int, bool] | None = None, keys: dict[str, Key] | None = None, **limits: Any
+    folder: Path,
+    *,
+    kill_at: tuple[int, bool] | None = None,
+    error_at: tuple[int, bool] | None = None,
+    dead: bool = False,
+    keys: dict[str, Key] | None = None,
+    **limits: Any,
 ) -> AsyncIterator[Running]:
     """A server on the state in `folder`. Its end is that of a kill: nothing is written any more."""
-    engines, store = FakeEngines(kill_at), Store(folder)
+    engines, store = FakeEngines(kill_at, error_at, dead), Store(folder)
     with ThreadPoolExecutor(1) as thread:
         settings = {name: getattr(LIMITS, name) for name in Limits.__slots__} | limits
         service = Service(engines, store, Limits(**settings), thread)

@@ -89,7 +89,16 @@ def bad_passes(model: str) -> list[Case]:
         with_message("of shape", lambda m: m.data[0].loss_fn_inputs[0].value.shape.append(5)),
         with_message("has shape", lambda m: m.data[0].loss_fn_inputs[0].value.shape.extend([2**30, 2**30])),
         with_message("row pointers", lambda m: m.data[0].loss_fn_inputs[0].value.sparse_csr.SetInParent()),
+        with_message("row pointers", far_pointers),
     ]
+
+
+def far_pointers(message: Any) -> None:
+    """Pointers that ask for 16 GiB, over no columns."""
+    value = message.data[0].loss_fn_inputs[0].value
+    del value.shape[:]
+    value.shape.extend([1, 4])
+    value.sparse_csr.crow_indices = np.array([0, 2**31], np.int64).tobytes()
 
 
 def bad_bodies(tenant: Tenant) -> list[Case]:
@@ -158,6 +167,15 @@ def bad_bodies(tenant: Tenant) -> list[Case]:
         ("asample", ask | {"prompt": {"chunks": [{"type": "image", "data": ""}]}}, 400, "reads text alone"),
         ("asample", params(temperature=-1.0), 422, "sampling_params.temperature"),
         ("asample", params(top_k=10**30), 422, "sampling_params.top_k"),
+        ("asample", params(temperature=1e-45), 400, "sampling_params.temperature"),
+        ("asample", params(stop=["x"] * 65), 400, "over 64 of them"),
+        (
+            "asample",
+            ask | {"target_prompt_logprobs": {"data": [10**30], "shape": [1, 1]}},
+            400,
+            "target_prompt_logprobs",
+        ),
+        ("asample", ask | {"target_prompt_logprobs": {"data": [1.7], "shape": [1, 1]}}, 400, "are no ids"),
         ("asample", params(top_p=0.0), 422, "sampling_params.top_p"),
         ("asample", params(max_tokens=0), 422, "sampling_params.max_tokens"),
         ("asample", params(stop=[""]), 400, "stop has an empty text"),
@@ -231,8 +249,16 @@ def test_headers_that_are_refused(tmp_path: Path) -> None:
                 sent = {"Content-Type": PROTOBUF, "X-API-Key": "tml-x", **headers}
                 async with server.http.post("/api/v1/forward_backward", data=b"x", headers=sent) as response:
                     assert response.status == status and "detail" in json.loads(await response.read())
-            for query in ("limit=0", "limit=many", "offset=-1"):
+            for query in ("limit=0", "limit=many", "offset=-1", f"offset={10**30}"):
                 assert (await server.get(f"training_runs?{query}"))[0] == 400
+            sent = {"data": b"[" * 60_000, "headers": {"X-API-Key": "tml-x", "Content-Type": "application/json"}}
+            async with server.http.post("/api/v1/load_weights", **sent) as response:
+                assert response.status == 422
+        async with running(tmp_path, keys={"ann": "tml-the-key-of-ann"}) as server:
+            for path, status in (("healthz", 200), ("sessions/healthz", 401)):
+                assert (await server.get(path, "tml-nobody-at-all"))[0] == status
+            key = b"tml-\xff".decode("utf-8", "surrogateescape")
+            assert (await server.get("sessions", key))[0] == 401
 
     run(go())
 

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from tests.unit.tinker_server.fake import Running, Tenant, pass_body, run, running
 from verl_like.plugins.tinker_server.fair import FairQueue, Job
+from verl_like.plugins.tinker_server.store import Store
+from verl_like.rollout.rollout_engine import RolloutError
 
 ACTS = ("pass", "pass", "forward", "step", "save", "snapshot", "sample")
 KEYS = {"ann": "tml-the-key-of-ann", "bob": "tml-the-key-of-bob"}
@@ -234,3 +236,161 @@ def test_a_tenant_that_asks_too_much_is_sent_back_and_others_are_not(tmp_path: P
             assert "metrics" in await bob.act("step")
 
     run(go())
+
+
+ONE_OF_EACH = (
+    ("pass", 1),
+    ("step", 0),
+    ("save", 0),
+    ("pass", 2),
+    ("load", 3),
+    ("pass", 4),
+    ("step", 1),
+    ("forward", 5),
+)
+
+
+@pytest.mark.parametrize("worked", [False, True])
+@pytest.mark.parametrize("call", range(2, 14))
+def test_a_request_that_fails_has_changed_nothing(tmp_path: Path, call: int, worked: bool) -> None:
+    """One call of the engines fails, before or behind its work: memory is what the written record says, or it is gone
+    from memory; what a server that begins again has is the same."""
+
+    async def go() -> None:
+        async with running(tmp_path, error_at=(call, worked)) as server:
+            tenant = await Tenant(server).begin()
+            if tenant.model not in server.engines.models:
+                return
+            for each in ONE_OF_EACH:
+                await tenant.act(*each)
+            await tenant.act("forward", 6)
+            found = tenant.weights()
+        async with running(tmp_path) as server:
+            tenant.server = server
+            await tenant.act("forward", 7)
+            assert tenant.weights() == found
+
+    run(go())
+
+
+def test_a_model_is_not_half_built(tmp_path: Path) -> None:
+    """The second of two passes that are computed again fails: the request fails, and the next one has the whole."""
+
+    async def go() -> None:
+        async with running(tmp_path) as server:
+            tenant = await Tenant(server).begin()
+            await tenant.act("pass", 1)
+            await tenant.act("pass", 2)
+            whole = tenant.weights()
+        async with running(tmp_path, error_at=(1, False)) as server:
+            tenant.server = server
+            assert "No space left" in (await tenant.act("forward", 3))["error"]
+            assert tenant.model not in server.engines.models
+            await tenant.act("forward", 4)
+            assert tenant.weights() == whole
+
+    run(go())
+
+
+def test_a_dead_engine_ends_the_server(tmp_path: Path) -> None:
+    """A request during which a server ended three times fails at the next start."""
+
+    async def go() -> None:
+        for start in range(4):
+            async with running(tmp_path, dead=True) as server:
+                if not start:
+                    tenant = await Tenant(server).begin()
+                    await tenant.act("snapshot")
+                    future = await tenant.call(*tenant.body_of("sample", 1))
+                if start < 3:
+                    await asyncio.wait(server.service.tasks[:1], timeout=10)
+                    assert isinstance(server.service.tasks[0].exception(), RolloutError)
+                else:
+                    tenant.server = server
+                    assert "ended 3 times" in (await tenant.result(future))["error"]
+                    assert "metrics" in await tenant.act("step")
+
+    run(go())
+
+
+def test_the_due_request_is_always_let_in(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with running(tmp_path, max_queued=3) as server:
+            tenant = await Tenant(server).begin()
+            bodies = [tenant.body_of("pass", number) for number in range(4)]
+            futures = [await tenant.call(*body) for body in [*bodies[1:], bodies[0]]]
+            for future in futures:
+                assert isinstance(await tenant.result(future), bytes)
+
+    run(go())
+
+
+def test_a_gap_in_the_numbers_ends_the_session(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with running(tmp_path, session_timeout=0.2) as server:
+            tenant = await Tenant(server).begin()
+            tenant.seq += 1
+            future = await tenant.call(*tenant.body_of("pass", 1))
+            waiting = asyncio.ensure_future(tenant.result(future))
+            while not waiting.done():
+                await tenant.server.post("session_heartbeat", {"session_id": tenant.session})
+                await asyncio.sleep(0.02)
+            assert f"request 1 of {tenant.model} never came" in waiting.result()["error"]
+
+    run(go())
+
+
+def test_samples_cost_the_tokens_they_ask_for(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with running(tmp_path) as server:
+            tenant = await Tenant(server).begin()
+            await tenant.act("snapshot")
+            path, body = tenant.body_of("sample", 1)
+            await tenant.result(await tenant.call(path, body | {"num_samples": 50}))
+            await tenant.act("pass", 1)
+            costs = {row["kind"]: row["cost"] for row in server.service.store.rows("SELECT kind, cost FROM requests")}
+            assert costs["sample"] == 2 + 50 * 4
+            assert 3 <= costs["forward_backward"] <= 20
+
+    run(go())
+
+
+def test_an_ended_session_leaves_nothing_on_the_disk(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with running(tmp_path) as server:
+            tenant, store = await Tenant(server).begin(), server.service.store
+            for act in ("forward", "pass", "step", "pass"):
+                await tenant.act(act, 1)
+            held = store.rows("SELECT kind FROM requests WHERE body IS NOT NULL ORDER BY seq")
+            assert [row["kind"] for row in held] == ["forward_backward", "optim_step", "forward_backward"]
+            assert list(tmp_path.glob("states/*/*"))
+            await server.post(f"sessions/{tenant.session}/finish", {"reason": {"type": "success"}})
+            assert not list(tmp_path.glob("states/*/*"))
+            assert store.value("SELECT count(*) FROM requests WHERE body IS NOT NULL") == 0
+            assert oct((tmp_path / "server.sqlite").stat().st_mode)[-3:] == "600"
+
+    run(go())
+
+
+def test_numbers_of_samplers_are_used_once(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with running(tmp_path) as server:
+            tenant = await Tenant(server).begin()
+            await tenant.act("save")
+            place = {"session_id": tenant.session, "sampling_session_seq_id": 9}
+            await tenant.call("create_sampling_session", place | {"base_model": "base"})
+            path = f"tinker://{tenant.model}/weights/s1"
+            status, told = await server.post("create_sampling_session", place | {"model_path": path})
+            assert status == 400 and "was used before" in told["detail"]
+            body = {"model_id": tenant.model, "seq_id": 2, "sampling_session_seq_id": 9}
+            told = await tenant.result(await tenant.call("save_weights_for_sampler", body))
+            assert "was used before" in told["error"]
+
+    run(go())
+
+
+def test_another_base_finds_its_facts(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    assert store.differing({"model": "a", "seed": 1}) == []
+    store.close()
+    assert Store(tmp_path).differing({"model": "b", "seed": 1}) == ["model='a'"]

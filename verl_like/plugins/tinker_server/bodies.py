@@ -116,7 +116,7 @@ class Params(Body):
     max_tokens: int | None = Field(None, ge=1)
     seed: int | None = None
     stop: str | list[str] | list[int] | None = None
-    temperature: float = Field(1.0, ge=0)
+    temperature: float = Field(1.0, ge=0, le=1e6)
     top_k: int = Field(-1, ge=-1, lt=2**31)
     top_p: float = Field(1.0, gt=0, le=1)
 

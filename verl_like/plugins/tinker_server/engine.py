@@ -324,7 +324,8 @@ class Engines:
         if not (prompt.scored or prompt.topk or prompt.topk_sampled or prompt.targets is not None):
             return Answer(samples=samples)
         first = length - prompt.last if prompt.last else 1
-        log_probs = topk = targets = sampled = None
+        topk = targets = sampled = None
+        log_probs = np.full(length, np.nan, np.float32)  # nothing comes before the first token
         with self._train.adapted(adapter, prompt.seed) as model:
             if (prompt.scored or prompt.topk) and length > 1:
                 own, ids, values = self._likeliest(model, [np.asarray(prompt.ids, np.int32)], prompt.topk)[0]

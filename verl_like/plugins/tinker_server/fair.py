@@ -18,7 +18,6 @@ class Job:
     session: str
     model: str | None = None
     seq: int = 0
-    payload: Any = None
     cost: int = 1
 
 
@@ -45,6 +44,12 @@ class FairQueue:
     def waiting(self, tenant: str) -> int:
         """Count a tenant's jobs."""
         return sum(1 for job in self.jobs() if job.tenant == tenant)
+
+    def overdue(self) -> Iterator[tuple[str, Job]]:
+        """Yield (model, the first job that came before its turn) of models whose due job is not there."""
+        for model, early in self._early.items():
+            if early:
+                yield model, early[min(early)]
 
     def put(self, job: Job) -> None:
         """Add a job; a model's with a number that is not yet due waits for those before."""

@@ -55,8 +55,10 @@ def prompt_of(asked: bodies.Sample, sampler: str, limits: Limits) -> Prompt:
         targets = _targets(asked.target_prompt_logprobs, len(ids), limits.vocabulary)
     stop = [params.stop] if isinstance(params.stop, str) else params.stop
     words = tuple(each for each in stop or () if isinstance(each, str))
-    if "" in words:
-        raise Refused("sampling_params.stop has an empty text")
+    if "" in words or len(words) > 64 or max(map(len, words), default=0) > 1000:
+        raise Refused("sampling_params.stop has an empty text, over 64 of them, or one of over 1,000 characters")
+    if 0 < params.temperature < 1e-4:
+        raise Refused(f"sampling_params.temperature={params.temperature}: set it to 0, or to 1e-4 or more")
     ends = () if stop == [] else (*limits.eos_ids, *(each for each in stop or () if isinstance(each, int)))
     if ends and not 0 <= min(ends) <= max(ends) < limits.vocabulary:
         raise Refused(f"sampling_params.stop={params.stop} has ids that the tokenizer lacks")
@@ -92,8 +94,10 @@ def _targets(asked: bodies.Targets, length: int, vocabulary: int) -> NDArray[np.
             ids = values.reshape(asked.shape)
         else:
             raise Refused(f"{place} in sparse form is not available yet: send it dense")
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise Refused(f"{place}: {error}") from error
+    if (values != np.asarray(asked.data)).any():
+        raise Refused(f"{place} has numbers that are no ids")
     if ids.min() < -1 or ids.max() >= vocabulary:
         raise Refused(f"{place} has ids from {ids.min()} to {ids.max()}: -1, or 0 to {vocabulary - 1}")
     return ids

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from verl_like.plugins.tinker_server import bodies
 from verl_like.plugins.tinker_server.service import Service
 from verl_like.plugins.tinker_server.wire import PROTOBUF, Refused
 
+logger = logging.getLogger(__name__)
 EVERYONE = "everyone"  # the tenant where there are no keys
 _CONFIG = {
     "pjwt_auth_enabled": False,
@@ -59,8 +61,8 @@ class _Call:
             limit, offset = int(query.get("limit", 100)), int(query.get("offset", 0))
         except ValueError as error:
             raise Refused(f"limit and offset must be whole numbers: {error}") from error
-        if not (1 <= limit <= 1000 and offset >= 0):
-            raise Refused(f"limit={limit} must be 1 to 1000, offset={offset} at least 0")
+        if not (1 <= limit <= 1000 and 0 <= offset < 2**31):
+            raise Refused("limit must be 1 to 1000, offset 0 to 2,147,483,647")
         return limit, offset
 
 
@@ -73,7 +75,7 @@ def _forward_backward(c: _Call) -> Any:
 def _load(c: _Call) -> Any:
     try:
         creates = json.loads(c.body).get("session_id") is not None
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise Refused(f"the body is no JSON object: {error}", 422) from error
     return c.service.create_by_load(c.tenant, c.body) if creates else c.service.submit(c.tenant, "load", c.body)
 
@@ -93,7 +95,6 @@ def _ordered(kind: str) -> tuple[str, str, Callable[[_Call], Any]]:
 
 
 _ROUTES: list[tuple[str, str, Callable[[_Call], Any]]] = [
-    ("GET", "healthz", lambda c: {"status": "ok"}),
     ("GET", "get_server_capabilities", lambda c: c.service.capabilities()),
     ("POST", "client/config", lambda c: _CONFIG),
     ("POST", "client/dynamic_config", lambda c: {"sample_cancel_enabled": True}),
@@ -127,16 +128,22 @@ _ROUTES: list[tuple[str, str, Callable[[_Call], Any]]] = [
 def application(service: Service, keys: Mapping[str, str] | None, max_bytes: int) -> web.Application:
     """Make the application. keys: tenant -> its key; None: everybody is one tenant."""
     app = web.Application(client_max_size=max_bytes, middlewares=[_told])
+    app.router.add_get("/api/v1/healthz", _healthy)
     for method, path, function in _ROUTES:
         app.router.add_route(method, f"/api/v1/{path}", _answered(service, function, keys))
     return app
+
+
+async def _healthy(request: web.Request) -> web.Response:
+    """Answer whoever asks, without a key, so without a look at a body."""
+    return web.json_response({"status": "ok"})
 
 
 def _answered(service: Service, function: Callable[[_Call], Any], keys: Mapping[str, str] | None) -> Any:
     """Let known keys in, before a body is read, and write what a function says."""
 
     async def answer(request: web.Request) -> web.Response:
-        tenant = EVERYONE if keys is None or request.path == "/api/v1/healthz" else _tenant(request, keys)
+        tenant = EVERYONE if keys is None else _tenant(request, keys)
         if request.headers.get("Content-Encoding", "identity").lower() != "identity":
             raise Refused("a compressed body: send it as it is", 415)
         found = function(_Call(service, tenant, request, await request.read()))
@@ -148,7 +155,7 @@ def _answered(service: Service, function: Callable[[_Call], Any], keys: Mapping[
 
 
 def _tenant(request: web.Request, keys: Mapping[str, str]) -> str:
-    given = request.headers.get("X-API-Key", "").encode()
+    given = request.headers.get("X-API-Key", "").encode("utf-8", "surrogateescape")
     found = [tenant for tenant, key in keys.items() if hmac.compare_digest(given, key.encode())]  # always all of them
     if not found:
         raise Refused("the API key (header X-API-Key) is none of this server's", 401)
@@ -168,4 +175,8 @@ async def _told(request: web.Request, handler: Any) -> web.StreamResponse:
     except web.HTTPException as error:
         what = {404: "is no part of the protocol that is answered here", 405: "does not take this method"}
         text, status = f"{request.method} {request.path} {what.get(error.status, error.reason)}", error.status
+    except Exception as error:
+        logger.exception("%s %s failed", request.method, request.path)
+        told = {"detail": f"{type(error).__name__}: {error}", "error": str(error), "category": "server"}
+        return web.json_response(told, status=500)
     return web.json_response({"detail": text, "error": text, "category": "user"}, status=status)

@@ -26,14 +26,17 @@ from verl_like.plugins.tinker_server.fair import FairQueue, Job
 from verl_like.plugins.tinker_server.prompts import Limits, prompt_of
 from verl_like.plugins.tinker_server.store import Record, Store
 from verl_like.plugins.tinker_server.wire import Refused
-from verl_like.rollout.rollout_engine import request_seed
+from verl_like.rollout.rollout_engine import RolloutError, request_seed
 
 log = logging.getLogger(__name__)
 
 _WAIT_S = 25.0  # a poll of the client ends after 45
 _SWEEP_S = 60.0
 _AHEAD = 10_000  # by which a request's number may be beyond the one that is due
+_TRIES = 3  # starts of a computation of which a server has ended
+_TOKEN_BYTES = 16  # of a row to train on: id, target and weight
 _PASSES = frozenset({"forward", "forward_backward"})
+_CHANGING = frozenset({"create", "load", "optim_step"})
 _OF_JOB = ("tenant", "kind", "session", "model", "seq")
 Change = Callable[[], str | None]  # of the store, made together with a result; a folder that is then of no use
 
@@ -48,6 +51,7 @@ class Service:
         self._seen: dict[str, float] = {}  # sessions, when they were last heard of
         self._broken: dict[str, str] = {}  # models, by which request their gradient is not whole
         self._steps: dict[str, int] = {}  # optimizer steps since a model's state was written
+        self._gaps: dict[tuple[str, int], float] = {}  # models and numbers that others wait for, and since when
         self._thread = thread
         self._work, self._running = asyncio.Event(), ""
         self.tasks: list[asyncio.Task[None]] = []
@@ -55,6 +59,9 @@ class Service:
     async def start(self) -> None:
         """Take up what a server before this one left, and begin to compute."""
         self.store.sweep()
+        for each in self.store.rows("SELECT id FROM requests WHERE status = 'waiting' AND tries >= ?", _TRIES):
+            told = _error(f"the server ended {_TRIES} times while it was computed", "server")
+            self._settle(each["id"], told, failed=True)
         for model in self.store.rows("SELECT id FROM models"):
             last = "SELECT coalesce(max(seq), -1) FROM requests WHERE model = ? AND status != 'waiting'"
             self._queue.next_seq[model["id"]] = self.store.value(last, model["id"]) + 1
@@ -94,16 +101,17 @@ class Service:
         self._seen[session] = time.monotonic()
         return found
 
-    def _end(self, session: str) -> None:
+    def _end(self, session: str, why: str = "") -> None:
         """End a session: what waits fails, its models leave the memory, snapshots that have no name are deleted."""
         self.store.change("UPDATE sessions SET ended = ? WHERE id = ? AND ended IS NULL", time.time(), session)
         self._seen.pop(session, None)
         for job in self._queue.remove(lambda job: job.session == session):
-            self._settle(job.request, _error("the session has ended", "user"), failed=True)
+            self._settle(job.request, _error(f"the session has ended{why}", "user"), failed=True)
         for model in self.store.rows("SELECT id FROM models WHERE session = ?", session):
             self._thread.submit(self.engines.drop, model["id"])
         for sampler in self.store.rows("SELECT folder FROM samplers WHERE session = ? AND folder IS NOT NULL", session):
             self.store.remove_folder(sampler["folder"])
+        self.store.sweep()
 
     async def _look_after(self) -> None:
         """End sessions that have fallen silent, and drop what is too old."""
@@ -115,6 +123,11 @@ class Service:
             for session in [name for name, seen in self._seen.items() if seen < oldest]:
                 log.info("session %s has been silent for %g s: ended", session, self.limits.session_timeout)
                 self._end(session)
+            late = {(model, self._queue.next_seq[model]): job for model, job in self._queue.overdue()}
+            self._gaps = {gap: self._gaps.get(gap, time.monotonic()) for gap in late}
+            for (model, due), since in list(self._gaps.items()):
+                if since < oldest:
+                    self._end(late[model, due].session, f": request {due} of {model} never came")
             self.store.sweep()
 
     # --- models ------------------------------------------------------------------------------------------------------
@@ -208,23 +221,36 @@ class Service:
         return {"request_id": f"{model}:{seq}", "model_id": model}
 
     def _accept(
-        self, name: str, tenant: str, session: str, kind: str, body: bytes, model: str | None = None, seq: int = 0
+        self,
+        name: str,
+        tenant: str,
+        session: str,
+        kind: str,
+        body: bytes,
+        model: str | None = None,
+        seq: int = 0,
+        cost: int = 0,
     ) -> None:
-        """Write a request down and queue it; one that came before is the same request."""
+        """Write a request down and queue it; one that came before is the same request.
+
+        cost: tokens; 0: about as many as the body has.
+        """
         digest = hashlib.blake2b(kind.encode() + b"\0" + body, digest_size=16).digest()
         if (old := self.store.row("SELECT digest FROM requests WHERE id = ?", name)) is not None:
             if old["digest"] != digest:
                 raise Refused(f"request {name} was sent before with another content: its seq_id was used twice")
             return
-        if self._queue.waiting(tenant) >= self.limits.max_queued:
+        is_due = model is not None and seq == self._queue.next_seq[model]  # others may wait for it
+        if not is_due and self._queue.waiting(tenant) >= self.limits.max_queued:
             raise Refused(f"{self.limits.max_queued} requests of this key wait: come again later", 429)
         row = {"id": name, "tenant": tenant, "session": session, "model": model, "seq": seq, "kind": kind}
+        row["cost"] = cost or 1 + len(body) // _TOKEN_BYTES
         self.store.add_request(**row, digest=digest, body=body)
-        self._enqueue({**row, "body": body})
+        self._enqueue(row)
 
     def _enqueue(self, row: Record) -> None:
         known = {name: row[name] for name in _OF_JOB}
-        job = Job(request=row["id"], payload=row["body"], cost=1 + len(row["body"]) // 4, **known)
+        job = Job(request=row["id"], cost=row["cost"], **known)
         self._futures.setdefault(job.request, asyncio.Event())
         self._queue.put(job)
         self._work.set()
@@ -278,12 +304,23 @@ class Service:
             self._running = job.request
             try:
                 await self._do(job)
-            except ValueError as error:
+            except Refused as error:
                 await self._fail(job, str(error), "user")
+            except ValueError as error:
+                await self._forget(job)
+                await self._fail(job, str(error), "user")
+            except RolloutError:
+                raise  # the sampling engine is dead: only another start heals that
             except Exception as error:
+                await self._forget(job)
                 log.exception("request %s failed", job.request)
                 await self._fail(job, f"{type(error).__name__}: {error}", "server")
             self._running = ""
+
+    async def _forget(self, job: Job) -> None:
+        """Drop a model that a failed request may have changed: the next one builds it again from what is written."""
+        if job.model is not None and job.kind in _CHANGING:
+            await self._call(self.engines.drop, job.model)
 
     async def _fail(self, job: Job, text: str, category: str) -> None:
         """Fail a request. A step over a gradient that is not whole fails with its passes, and drops it."""
@@ -291,11 +328,13 @@ class Service:
             self._broken.setdefault(job.model, job.request)
         elif job.model is not None and job.kind == "optim_step":
             self._broken.pop(job.model, None)
-            await self._call(self.engines.drop_gradient, job.model)
+            if await self._call(self.engines.has, job.model):
+                await self._call(self.engines.drop_gradient, job.model)
         self._settle(job.request, _error(text, category), failed=True)
 
     async def _do(self, job: Job) -> None:
         """Compute one request, and write its result down together with what it changed."""
+        self.store.change("UPDATE requests SET tries = tries + 1 WHERE id = ?", job.request)
         if job.model is not None and job.seq > 0:
             await self._revive(job.model, job.seq)
         result, changes = await self._computed(job)
@@ -335,10 +374,19 @@ class Service:
         state, seq = self._value_of(model, "state"), self._value_of(model, "state_seq")
         if state is None:
             raise Refused(f"{model} was not created: its first request failed")
-        await self._call(self.engines.load, model, Path(state), optimizer=True)
+        try:
+            await self._again(model, Path(state), seq, before)
+        except BaseException:
+            await self._call(self.engines.drop, model)  # half of a history is none
+            raise
+
+    async def _again(self, model: str, state: Path, seq: int, before: int) -> None:
+        """Load a state, and compute what was done between two requests."""
+        self._broken.pop(model, None)
+        await self._call(self.engines.load, model, state, optimizer=True)
         done = "SELECT * FROM requests WHERE model = ? AND seq > ? AND seq < ? ORDER BY seq"
         for row in self.store.rows(done, model, seq, before):
-            job = Job(**{name: row[name] for name in _OF_JOB}, request=row["id"], payload=row["body"])
+            job = Job(**{name: row[name] for name in _OF_JOB}, request=row["id"])
             if row["status"] == "failed":
                 if job.kind == "forward_backward":
                     self._broken.setdefault(model, job.request)
@@ -348,14 +396,17 @@ class Service:
             elif job.kind == "forward_backward":
                 await self._pass(job, model)
             elif job.kind == "optim_step":
-                params = bodies.read(bodies.OptimStep, job.payload).adam_params
+                params = bodies.read(bodies.OptimStep, self._body(job)).adam_params
                 await self._call(self.engines.optim_step, model, params.model_dump())
+
+    def _body(self, job: Job) -> bytes:
+        return self.store.value("SELECT body FROM requests WHERE id = ?", job.request)
 
     def _value_of(self, model: str, column: str) -> Any:
         return self.store.value(f"SELECT {column} FROM models WHERE id = ?", model)
 
     async def _pass(self, job: Job, model: str) -> bytes:
-        message = wire.parsed_pass(job.payload)
+        message = wire.parsed_pass(self._body(job))
         rows, loss, settings = wire.rows_of(message, self.limits.vocabulary, self.limits.longest)
         seed, backward = request_seed(self.limits.seed, "pass", job.seq), job.kind == "forward_backward"
         log_probs, metrics = await self._call(
@@ -364,7 +415,7 @@ class Service:
         return wire.pass_output(rows, log_probs, metrics)
 
     async def _optim_step(self, job: Job, model: str) -> tuple[bytes, list[Change]]:
-        params = bodies.read(bodies.OptimStep, job.payload).adam_params
+        params = bodies.read(bodies.OptimStep, self._body(job)).adam_params
         if (broken := self._broken.get(model)) is not None:
             raise Refused(f"{broken}, a forward_backward since the last step, failed: no weight was changed")
         metrics = await self._call(self.engines.optim_step, model, params.model_dump())
@@ -385,7 +436,7 @@ class Service:
     async def _load(self, job: Job, model: str) -> tuple[bytes, list[Change]]:
         """Put a checkpoint's weights, and its optimizer where that is asked for, into a model."""
         kind = bodies.Load if job.seq else bodies.CreateByLoad
-        asked = bodies.read(kind, job.payload)
+        asked = bodies.read(kind, self._body(job))
         found = self.catalogue.checkpoint(job.tenant, asked.path)
         await self._call(self.engines.load, model, Path(found["folder"]), optimizer=asked.optimizer)
         self._broken.pop(model, None)  # what was added up is gone
@@ -394,7 +445,7 @@ class Service:
     async def _save(self, job: Job, model: str) -> tuple[bytes, list[Change]]:
         """Write a checkpoint, or the snapshot of a sampling client, which has no name."""
         training = job.kind == "save_weights"
-        asked = bodies.read(bodies.Save if training else bodies.SaveForSampler, job.payload)
+        asked = bodies.read(bodies.Save if training else bodies.SaveForSampler, self._body(job))
         path = None if asked.path is None else f"tinker://{model}/{'' if training else 'sampler_'}weights/{asked.path}"
         taken = self.store.row("SELECT path FROM checkpoints WHERE path = ?", path) is not None
         if taken and not (isinstance(asked, bodies.Save) and asked.overwrite):
@@ -407,6 +458,9 @@ class Service:
         answer: Record = {"type": job.kind, "path": path}
         if path is None:
             sampler = f"{job.session}:sample:{number}"
+            old = self.store.row("SELECT folder FROM samplers WHERE id = ?", sampler)
+            if old is not None and old["folder"] != str(folder):
+                raise Refused(f"sampling_session_seq_id={number} was used before, for other weights")
             row = {"id": sampler, "tenant": job.tenant, "session": job.session, "folder": str(folder)}
             change: Change = partial(self.store.add, "samplers", replace=True, **row)
             return _json({**answer, "sampling_session_id": sampler}), [change]
@@ -432,8 +486,10 @@ class Service:
         folder = self._weights(tenant, asked.model_path, asked.base_model)
         name = f"{asked.session_id}:sample:{asked.sampling_session_seq_id}"
         row = {"tenant": tenant, "session": asked.session_id, "path": asked.model_path, "folder": folder}
-        if self.store.row("SELECT id FROM samplers WHERE id = ?", name) is None:
+        if (old := self.store.row("SELECT path FROM samplers WHERE id = ?", name)) is None:
             self.store.add("samplers", id=name, **row)
+        elif old["path"] != asked.model_path:
+            raise Refused(f"sampling_session_seq_id={asked.sampling_session_seq_id} was used before, for {old['path']}")
         return {"type": "create_sampling_session", "sampling_session_id": name}
 
     def _weights(self, tenant: str, path: str | None, base: str | None) -> str | None:
@@ -462,13 +518,14 @@ class Service:
             raise Refused("sampling_session_id and seq_id must be given: create a sampling session first")
         sampler = self.catalogue.owned("samplers", tenant, asked.sampling_session_id, "sampling session")
         self._session(tenant, sampler["session"])
-        prompt_of(asked, sampler["id"], self.limits)
+        prompt = prompt_of(asked, sampler["id"], self.limits)
         name = f"{sampler['id']}:{asked.seq_id}"
-        self._accept(name, tenant, sampler["session"], "sample", body)
+        cost = len(prompt.ids) + prompt.num_samples * prompt.sampling.max_tokens
+        self._accept(name, tenant, sampler["session"], "sample", body, cost=cost)
         return {"request_id": name, "sample_sequence_ids": [f"{name}:{i}" for i in range(asked.num_samples)]}
 
     async def _sample(self, job: Job) -> bytes:
-        asked = bodies.read(bodies.Sample, job.payload)
+        asked = bodies.read(bodies.Sample, self._body(job))
         assert asked.sampling_session_id is not None
         sampler = self.catalogue.owned("samplers", job.tenant, asked.sampling_session_id, "sampling session")
         folder = None if sampler["folder"] is None else Path(sampler["folder"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import logging
 import signal
 import socket
@@ -130,6 +131,19 @@ def serve(config: PPOConfig) -> None:
         asyncio.run(_serve(config, facts, folder, run_id, listening))
 
 
+def _facts_of(config: PPOConfig, facts: ServeFacts) -> dict[str, Any]:
+    """Collect what a model that is computed again must find as it was."""
+    actor = config.actor_rollout_ref.actor
+    return {
+        f"{_MODEL}.path": config.actor_rollout_ref.model.path,
+        "config.json": hashlib.sha256(facts.hf_config.to_json_string().encode()).hexdigest()[:16],
+        "actor_rollout_ref.actor.fsdp_config.dtype": str(actor.fsdp_config.dtype),
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": actor.ppo_max_token_len_per_gpu,
+        "serve.lora_alpha": config.serve.lora_alpha,
+        "trainer.seed": config.trainer.seed,
+    }
+
+
 def _listening(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -145,6 +159,10 @@ async def _serve(config: PPOConfig, facts: ServeFacts, folder: Path, run_id: str
         loop.add_signal_handler(number, ended.set)
     options: dict[str, Any] = {"tokenizer_size": len(facts.tokenizer), "max_model_len": facts.max_model_len}
     with closing(Store(folder)) as store, ThreadPoolExecutor(1, "engines") as thread:
+        if found := store.differing(_facts_of(config, facts)):
+            known = ", ".join(found)
+            fix = "set these as they were, or take another folder"
+            raise ConfigError([f"trainer.default_local_dir={folder}: its models were trained with {known}; {fix}"])
         engines = await loop.run_in_executor(
             thread, lambda: Engines(config, device=facts.device, run_id=run_id, **options)
         )

@@ -22,15 +22,17 @@ CREATE TABLE IF NOT EXISTS models (
     state TEXT, state_seq INTEGER);
 CREATE TABLE IF NOT EXISTS requests (
     id TEXT PRIMARY KEY, tenant TEXT, session TEXT, model TEXT, seq INTEGER, kind TEXT, digest BLOB, body BLOB,
-    status TEXT, result BLOB, told REAL, arrived INTEGER);
+    status TEXT, result BLOB, told REAL, arrived INTEGER, cost INTEGER, tries INTEGER DEFAULT 0);
 CREATE INDEX IF NOT EXISTS requests_of_models ON requests (model, seq);
 CREATE TABLE IF NOT EXISTS checkpoints (
     path TEXT PRIMARY KEY, tenant TEXT, model TEXT, kind TEXT, folder TEXT, bytes INTEGER, created REAL, expires REAL,
     told TEXT);
 CREATE TABLE IF NOT EXISTS samplers (
     id TEXT PRIMARY KEY, tenant TEXT, session TEXT, path TEXT, folder TEXT, clients INTEGER DEFAULT 0);
+CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT);
 """
-KEPT_S = 3600.0  # a result that was told may be asked for again: an answer can be lost on its way
+KEPT_S = 3600.0  # a result may be asked for again: an answer can be lost on its way
+_AGAIN = "('forward_backward', 'optim_step')"  # kinds that are computed again where a model is built again
 Record = dict[str, Any]
 
 
@@ -40,15 +42,24 @@ class Store:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / "server.sqlite").touch(mode=0o600)  # it has the prompts of all tenants
         self._file = sqlite3.connect(folder / "server.sqlite", isolation_level=None)
         self._file.row_factory = sqlite3.Row
         self._file.execute("PRAGMA journal_mode=WAL")
-        self._file.execute("PRAGMA synchronous=NORMAL")
+        self._file.execute("PRAGMA synchronous=FULL")
         self._file.executescript(_TABLES)
         self._arrived = self.value("SELECT coalesce(max(arrived), 0) FROM requests")
 
     def close(self) -> None:
         self._file.close()
+
+    def differing(self, facts: Record) -> list[str]:
+        """Name the facts that another server wrote down otherwise; they are written where there are none."""
+        with self.together():
+            for name, value in facts.items():
+                self.change("INSERT OR IGNORE INTO facts VALUES (?, ?)", name, json.dumps(value))
+        known = {row["name"]: json.loads(row["value"]) for row in self.rows("SELECT * FROM facts")}
+        return [f"{name}={known[name]!r}" for name, value in facts.items() if known[name] != value]
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -88,15 +99,16 @@ class Store:
 
     def finish(self, request: str, result: bytes, *, failed: bool = False) -> None:
         """Write down what came of a request; the body of one that changes no model is not needed again."""
+        status = "failed" if failed else "done"
         self.change(
-            "UPDATE requests SET status = ?, result = ?, body = CASE WHEN model IS NULL THEN NULL ELSE body END "
-            "WHERE id = ?",
-            *("failed" if failed else "done", result, request),
+            "UPDATE requests SET status = ?, result = ?, told = ?, "
+            f"body = CASE WHEN ? = 'done' AND kind IN {_AGAIN} THEN body END WHERE id = ?",
+            *(status, result, time.time(), status, request),
         )
 
     def tell(self, request: str) -> None:
-        """Note that a result was given."""
-        self.change("UPDATE requests SET told = ? WHERE id = ? AND told IS NULL", time.time(), request)
+        """Note when a result was given; until then it is when it was there."""
+        self.change("UPDATE requests SET told = ? WHERE id = ?", time.time(), request)
 
     def keep_state(self, model: str, seq: int, folder: Path | None) -> str | None:
         """Make a folder the model's state after request `seq`, and forget bodies up to there; return the old one."""
@@ -110,8 +122,13 @@ class Store:
         return old if old != state else None
 
     def sweep(self) -> None:
-        """Drop results that were told long ago, and checkpoints whose time is over, with their folders."""
+        """Drop old results, what ended sessions leave, and checkpoints whose time is over, with their folders."""
         now = time.time()
+        ended = "session IN (SELECT id FROM sessions WHERE ended IS NOT NULL)"
+        self.change(f"UPDATE requests SET body = NULL WHERE {ended} AND body IS NOT NULL AND status != 'waiting'")
+        for model in self.rows(f"SELECT id, state FROM models WHERE {ended} AND state IS NOT NULL"):
+            shutil.rmtree(model["state"], ignore_errors=True)
+            self.change("UPDATE models SET state = NULL WHERE id = ?", model["id"])
         self.change("UPDATE requests SET result = NULL WHERE told < ? AND result IS NOT NULL", now - KEPT_S)
         self.change("DELETE FROM requests WHERE told < ? AND model IS NULL", now - KEPT_S)
         for each in self.rows("SELECT path FROM checkpoints WHERE expires < ?", now):
