@@ -119,9 +119,9 @@ def test_refused_types_are_named_before_anything_is_loaded(tmp_path: Path, name:
             load_hf_config(ModelConfig(path=path, use_remove_padding=packed))
 
 
-def test_experts_are_not_split_among_ranks(tmp_path: Path) -> None:
-    config = ModelConfig(path=zoo.folder(tmp_path, "qwen3_moe"))
-    with pytest.raises(ValueError, match=r"plan for 'qwen3_moe' has styles that are not available here .*experts"):
+def test_a_plan_that_leaves_attention_whole_is_refused(tmp_path: Path) -> None:
+    config = ModelConfig(path=zoo.folder(tmp_path, "deepseek_v3"))
+    with pytest.raises(ValueError, match=r"plan for 'deepseek_v3' leaves attention whole, .*ulysses"):
         tensor_plan.check_model(config, load_hf_config(config), 2)
 
 
