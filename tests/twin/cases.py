@@ -44,6 +44,7 @@ CASES = [
     case("tensor 2", LLAMA, f"{_FSDP}.tensor_parallel_size=2"),
     case("tensor 2, 64 ranks", LARGE, f"{_FSDP}.tensor_parallel_size=2", f"{_FSDP}.fsdp_size=16", world=64),
     case("experts", EXPERTS, world=64),
+    case("experts, tensor 2", EXPERTS, f"{_FSDP}.tensor_parallel_size=2", f"{_FSDP}.fsdp_size=16", world=64),
     case("parked", LARGE, *PARKED, f"{_REF}.param_offload=true"),
     case("activations parked", LARGE, f"{_MODEL}.enable_activation_offload=true"),
     case("activations kept", LARGE, f"{_MODEL}.enable_gradient_checkpointing=false"),

@@ -121,7 +121,7 @@ class ShardedModel:
             buffer_dtype=None if precision.buffer_dtype is None else dtype_of(precision.buffer_dtype),
             device=self.device,
             tensor=tensor_plan.tensor_plan(self.model, self.hf_config, self.role.tensor),
-            experts=() if mesh.expert is None else [*stacks_of(self.model.hf)[0].values()],
+            experts=[*stacks_of(self.model.hf)[0].values()] if mesh.tensor or mesh.expert else (),
         )
 
     @property

@@ -1,8 +1,8 @@
 """Facts about model types: which run packed, which need padded rows, which are refused, and what is tested with each.
 
 A model type that is not listed is accepted with a warning; then only the check of packing when an engine starts
-(engine/packing_check.py) and the proof of each weight sync stand behind it. docs/models.md shows this table, and
-tests/unit/models/test_families.py runs every claim made in it.
+(engine/packing_check.py) and the proof of each weight sync stand behind it. docs/models.md shows what is tested, and
+tests run every claim made here.
 """
 
 from __future__ import annotations
@@ -344,19 +344,3 @@ def _warn_untested(name: str) -> None:
         "each weight sync are all that stands behind it; `verl-like selfcheck` compares gradients on your own model",
         name,
     )
-
-
-def table() -> str:
-    """Rows of docs/models.md, types of equal standing together."""
-    rows: dict[tuple[str, str, str], list[str]] = {}
-    for name, family in (FAMILIES | VISION | NESTED).items():
-        runs = "packed" if family.packed else f"padded ({family.why_padded})"
-        rows.setdefault((family.kind, runs, ", ".join(sorted(family.tested))), []).append(name)
-    lines = ["| `model_type` | kind | runs | tested with it |", "| --- | --- | --- | --- |"]
-    for (kind, runs, tested), names in rows.items():
-        lines.append(f"| {', '.join(names)} | {kind} | {runs} | {tested} |")
-    lines += ["", "| refused | because |", "| --- | --- |"]
-    reasons: dict[str, list[str]] = {}
-    for name, why in REFUSED.items():
-        reasons.setdefault(why, []).append(name)
-    return "\n".join(lines + [f"| {', '.join(names)} | {why} |" for why, names in reasons.items()])

@@ -1,8 +1,8 @@
 """Plan of the layers that tensor parallelism splits, after transformers' own for the model (`base_model_tp_plan`).
 
-Embedding, norms and output head are in no group's plan here: they work on slices of the tokens (parallel/tensor.py),
-and FSDP shards them over all ranks, those of the group included. Experts are handed out whole (parallel/experts.py);
-which models can have that is asked here too.
+Embedding, norms, routers, experts and output head are in no group's plan here: they work on slices of the tokens
+(parallel/tensor.py), and FSDP shards embedding, experts and head over all ranks, those of the group included. Experts
+are handed out whole (parallel/experts.py); which models can have that is asked here too.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ _STYLES: dict[str, Style] = {
 # (transformers adds it to the plan of a model with tied weights): each rank looks its own tokens up.
 _WHOLE = frozenset({"replicated_with_grad_allreduce", "embedding_rowwise"})
 _ATTENTION = re.compile(r"attn|attention")
+_EXPERTS = re.compile(r"\.experts(\.|$)")  # whole, on slices of the tokens: their matrices are narrow as they are
 
 
 def check_engine(model: ModelConfig, config: PretrainedConfig, fsdp: FSDPConfig, *, ulysses: int) -> None:
@@ -94,7 +95,7 @@ def tensor_plan(model: TokenModel, config: PretrainedConfig, size: int, key: str
     ]
     linears: dict[nn.Linear, Style] = {}
     gathered: set[nn.Module] = set()
-    base = model.hf.base_model
+    base = families.backbone(model.hf)
     for name, module in base.named_modules():
         found: list[Style] = [style for pattern, style in patterns if pattern.fullmatch(name)]
         if not found:
@@ -155,7 +156,8 @@ def take_slice(whole: ModelInput, group: SequenceRanks) -> ModelInput:
 
 def _styles(config: PretrainedConfig, size: int, key: str) -> dict[str, Style]:
     """Map the pattern of a name below the backbone to the style of its split."""
-    plan: dict[str, str] = config.get_text_config().base_model_tp_plan or {}
+    whole: dict[str, str] = config.get_text_config().base_model_tp_plan or {}
+    plan = {name: style for name, style in whole.items() if not _EXPERTS.search(name)}
     if not plan:
         raise ValueError(
             f"{key}={size}: transformers has no tensor-parallel plan for {config.model_type!r}; set it to 1"

@@ -33,7 +33,8 @@ def spread_experts(experts: nn.Module, group: SequenceRanks) -> None:
 def _forward(experts: Any, group: SequenceRanks, hidden_NH: Tensor, chosen_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
     """Compute what the module's own forward pass would with the experts of all ranks (collective)."""
     expert_S, order_S = torch.sort(chosen_Nk.flatten(), stable=True)  # by owner, and there by expert
-    count_E = torch.bincount(expert_S, minlength=experts.num_experts * group.size)
+    count_E = torch.zeros(experts.num_experts * group.size, dtype=torch.int64, device=expert_S.device)
+    count_E.scatter_add_(0, expert_S, torch.ones_like(expert_S))  # bincount would have the host wait for its length
     sent, received, expert_M = _exchanged_counts(count_E.view(group.size, -1), group)
     tokens_SH = hidden_NH[order_S // chosen_Nk.shape[1]]
     computed_MH = _computed(experts, _Exchange.apply(tokens_SH, sent, received, group), expert_M)
@@ -51,9 +52,8 @@ def _exchanged_counts(count_GE: Tensor, group: SequenceRanks) -> tuple[list[int]
     from_GE = torch.empty_like(count_GE)
     dist.all_to_all_single(from_GE, count_GE, group=group.group)
     numbers_E = torch.arange(from_GE.shape[1], device=from_GE.device).repeat(group.size)
-    expert_M = numbers_E.repeat_interleave(from_GE.flatten())
     sent, received = torch.stack([count_GE.sum(1), from_GE.sum(1)]).tolist()  # the host waits once
-    return sent, received, expert_M
+    return sent, received, numbers_E.repeat_interleave(from_GE.flatten(), output_size=sum(received))
 
 
 def _computed(experts: Any, tokens_MH: Tensor, expert_M: Tensor) -> Tensor:

@@ -47,7 +47,8 @@ class Sharding:
         device: where the passes run.
         tensor: linear layers to split among the ranks of tensor-parallel groups. A layer is then sharded over the ranks
             that hold the same split, the root over all ranks: each rank of a group has its own part of the root's work.
-        experts: modules of stacked experts, where the mesh has an axis of them: units of their own beside `layers`.
+        experts: modules of stacked experts, where the mesh has an axis of them or of `tensor`: units of their own
+            beside `layers`, handed out along the one, sharded over all ranks of the other, of which each has tokens.
 
     A rank alone has nobody to add up gradients with: doing it once costs no memory, unless the shards are narrower than
     the sum. On a CPU it keeps the gathered weights as well, as with reshard_after_forward=False: they are a copy, and
@@ -89,13 +90,13 @@ class Sharding:
         layers = [layer for layer in layers if id(layer) not in own_units]
         for unit in sorted([*layers, *experts], key=_num_modules):  # inner before outer
             if id(unit) in own_units:
-                assert mesh.expert is not None
                 weights.fill(unit, mesh.expert)
-                spread_experts(unit, mesh.expert.group)
+                if mesh.expert is not None:
+                    spread_experts(unit, mesh.expert.group)
                 # Inputs stay as they are: a router's float32 weights of the chosen experts are among them.
                 policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype, cast_forward_inputs=False)
                 options = {**shared, "mp_policy": policy, "reshard_after_forward": not keep_gathered}
-                fully_shard(unit, mesh=mesh.expert.shards, **options)
+                fully_shard(unit, mesh=mesh.root if mesh.expert is None else mesh.expert.shards, **options)
                 continue
             weights.fill(unit)
             if splitter is not None:

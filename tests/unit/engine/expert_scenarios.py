@@ -151,9 +151,20 @@ def two(process: ProcessInfo, paths: dict[str, str], saved: str, others: str) ->
     found = everything(process, paths, 2, saved, others, tuple(WAYS))
     path, batch = next(iter(paths.values())), experience(9)
     found["gradients_ulysses"] = gradients(engine_of(process, path, 2, ulysses=2), batch, batch)
+    found |= with_split_matrices(process, path, 2)
     found["most_held"] = most_held(engine_of(process, path, 2))
     found["gradients_float64"] = in_float64(process, path, 2)
     return found
+
+
+def with_split_matrices(process: ProcessInfo, path: str, size: int) -> dict[str, Any]:
+    """Tensor parallelism over two ranks, which share their rows, beside experts over `size`."""
+    engine = engine_of(process, path, size, {"tensor_parallel_size": 2})
+    batch, later = experience(9), experience(7, seed=0)
+    of_pair = [rows.select(range(process.rank // 2, len(rows), process.world_size // 2)) for rows in (batch, later)]
+    found: dict[str, Any] = {"gradients_tensor": gradients(engine, of_pair[0], batch)}
+    metrics = engine.train_minibatch(of_pair[1], PolicyLoss(), denominators(later), rule=RULE)
+    return found | {"norm_tensor": metrics["grad_norm"].value, "weights_tensor": weights(engine)}
 
 
 def in_float64(process: ProcessInfo, path: str, size: int) -> dict[str, Tensor]:
@@ -201,4 +212,4 @@ def four(process: ProcessInfo, paths: dict[str, str], saved: str, others: str) -
     found["weights_copies"] = weights(copies)
     sliced = batch.select(range(process.rank // 2, len(batch), 2))
     found["gradients_ulysses"] = gradients(engine_of(process, path, 4, ulysses=2), sliced, batch)
-    return found
+    return found | with_split_matrices(process, path, 4)

@@ -10,8 +10,10 @@ import torch
 from tests.unit.engine import tiny
 from tests.unit.engine.scenarios import RULE, my_rows
 from tests.unit.engine.tiny import PolicyLoss, build_engine, denominators, experience, weights
+from tests.unit.models.matrix import refusals
 from verl_like.batch import Experience, pad_rows
 from verl_like.config.batch_plan import MicroBatchRule
+from verl_like.config.fsdp import FSDPConfig
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.kit.selfcheck.check import minibatch_gradients
 from verl_like.models import families
@@ -28,16 +30,25 @@ def everything(process: ProcessInfo, paths: dict[str, str], save_to: str | None)
     return {name: _one_family(process, path, save_to and f"{save_to}/{name}") for name, path in paths.items()}
 
 
+SPREAD: dict[str, dict[str, Any]] = {  # over two ranks; all but the last share their rows
+    "Ulysses": {"ulysses": 2},
+    "context": {"fsdp": FSDPConfig(context_parallel_size=2)},
+    "tensor": {"fsdp": FSDPConfig(tensor_parallel_size=2)},
+    "experts": {"fsdp": FSDPConfig(expert_parallel_size=2)},
+}
+
+
 def only_gradients(process: ProcessInfo, paths: dict[str, str]) -> dict[str, Any]:
-    """{model type: gradients, and those of Ulysses on several ranks}; padded rows where a type needs them."""
+    """{model type: gradients, on several ranks also those of every open way}; padded rows where a type needs them."""
     batch, found = experience(9), {}
     for name, path in paths.items():
         model = {"use_remove_padding": TYPES[name].packed}
-        engine = build_engine(process, path, model=model)
-        found[name] = {"gradients": _gradients(engine, my_rows(process, batch, "even"), batch)}
-        if process.world_size > 1 and families.ULYSSES in TYPES[name].tested:
-            engine = build_engine(process, path, model=model, ulysses=2)
-            found[name]["ulysses"] = _gradients(engine, batch, batch)
+        mine = my_rows(process, batch, "even")
+        found[name] = {"gradients": _gradients(build_engine(process, path, model=model), mine, batch)}
+        open_ways = [way for way, why in refusals(name, path).items() if not why] if process.world_size > 1 else []
+        for way in open_ways:
+            engine = build_engine(process, path, model=model, **SPREAD[way])
+            found[name][way] = _gradients(engine, mine if way == "experts" else batch, batch)
     return found
 
 

@@ -17,6 +17,7 @@ from tests.unit.engine.tiny import (
     model_folder,
     weights,
 )
+from tests.unit.models import zoo
 from verl_like.batch import Experience
 from verl_like.config.fsdp import FSDPConfig
 from verl_like.config.optim import OptimConfig, OptimizerName
@@ -48,6 +49,7 @@ def folders(path: Any) -> dict[str, str]:
         "qwen3": model_folder(path, "qwen3", **HEADS),
         "llama": model_folder(path, "llama", **HEADS, **biases),
         "phi3": model_folder(path, "phi3", **HEADS, **special),
+        "qwen3_moe": zoo.folder(path, "qwen3_moe"),
     }
 
 

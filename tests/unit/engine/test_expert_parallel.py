@@ -71,7 +71,10 @@ def test_gradients_are_one_ranks_and_every_token_goes_to_the_same_experts(
         assert len(ways) >= 2 * len(TYPES) + 1
         for key in ways:
             by_parameter(rank[key], one[key], 1e-5)
-        by_parameter(rank["gradients_ulysses"], one[f"gradients_{FIRST}"], 1e-5)
+        for way in ("ulysses", "tensor"):
+            by_parameter(rank[f"gradients_{way}"], one[f"gradients_{FIRST}"], 1e-5)
+        assert rank["norm_tensor"] == pytest.approx(one[f"norms_{FIRST}"][0], rel=1e-5)
+        assert_same(rank["weights_tensor"], spread[0]["weights_tensor"], 0)
 
 
 def test_every_way_of_a_pass_and_double_precision(one: dict[str, Any], two: list[dict[str, Any]]) -> None:

@@ -15,6 +15,7 @@ from tests.contracts.engine_ends import within
 from tests.unit.engine import moe_scenarios, tiny
 from tests.unit.engine.tiny import PolicyLoss, ValueLoss, assert_same, build_engine, denominators, experience, weights
 from tests.unit.models import zoo
+from tests.unit.models.matrix import refusals
 from tests.unit.rollout.tiny import build_for
 from verl_like.config import ModelConfig, OptimConfig, RolloutConfig
 from verl_like.config.model import LoraConfig
@@ -24,7 +25,6 @@ from verl_like.parallel.dist import ProcessInfo
 from verl_like.rollout.rollout_engine import GenerationRequest, SamplingParams
 
 WIDE = moe_scenarios.OFTEN
-REST = [name for name in moe_scenarios.FAMILIES if name not in WIDE]
 TYPES = moe_scenarios.TYPES
 LOAD = {"moe_max_load", "moe_load_entropy", "moe_idle_experts"}
 MIXTURES = [name for name in WIDE if "experts" in families.FAMILIES[name].kind]
@@ -113,12 +113,13 @@ def test_two_ranks_give_the_gradients_of_one(
 
 @pytest.mark.slow
 def test_two_ranks_give_the_gradients_of_one_for_all_types(process: ProcessInfo, tmp_path: Path) -> None:
-    """Those that are not tested above; with Ulysses where the table says so."""
-    paths = {name: zoo.folder(tmp_path, name) for name in REST}
+    """Spread in every way that no check refuses: Ulysses where the table says so, and as many others as it has."""
+    paths = {name: zoo.folder(tmp_path, name) for name in moe_scenarios.FAMILIES}
     two = tiny.spawn_ranks(2, moe_scenarios.only_gradients, tmp_path / "ranks", paths)
     one = moe_scenarios.only_gradients(process, paths)
-    for name in REST:
-        ways = {"gradients", "ulysses"} if families.ULYSSES in TYPES[name].tested else {"gradients"}
+    for name in moe_scenarios.FAMILIES:
+        ways = {"gradients"} | {way for way, why in refusals(name, paths[name]).items() if not why}
+        assert ("Ulysses" in ways) == (families.ULYSSES in TYPES[name].tested)
         for result in two:
             assert set(result[name]) == ways
             for way in ways:

@@ -17,9 +17,10 @@ from verl_like.parallel.dist import ProcessInfo
 PLANNED = (
     *("qwen3", "llama", "ministral3", "gemma", "cohere", "olmo", "olmo2", "smollm3", "phi", "phi3", "granite", "glm"),
     *("glm4", "starcoder2", "arcee", "seed_oss", "ernie4_5", "gpt_neox", "mistral", "ministral", "gemma2"),
-    *("gemma3_text", "vaultgemma", "cohere2", "olmo3", "exaone4", "qwen2_moe"),
+    *("gemma3_text", "vaultgemma", "cohere2", "olmo3", "exaone4", "gemma3", "mistral3"),
+    *("qwen2_moe", "mixtral", "olmoe", "flex_olmo", "glm4_moe", "dots1", "minimax_m2", "qwen3_vl_moe"),
 )
-FAMILIES = ("qwen2", "qwen3", "llama", "phi3")
+FAMILIES = ("qwen2", "qwen3", "llama", "phi3", "qwen3_moe")
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,7 @@ from verl_like.models.loading import load_hf_config
 
 ROWS = tiny.experience(5, max_response=12)
 LENGTHS = ROWS.response_length_B.tolist()
+GROUPS = tiny.experience(4, rows_per_prompt=2, max_response=12)
 # recurrent layers multiply rounding along the sequence
 TOLERANCE = {name: 1e-4 for name, family in families.FAMILIES.items() if family.state}
 
@@ -42,6 +43,9 @@ def test_packed_equals_single_equals_padded(tmp_path: Path, name: str) -> None:
         assert_close(single, {key: value.split(LENGTHS)[i] for key, value in packed.items()}, 2e-5)
     assert_close(packed, padded, TOLERANCE.get(name, 2e-5))
     assert_close(gradient_of(packed_model, packed), gradient_of(padded_model, padded), TOLERANCE.get(name, 5e-5))
+    shared, apart = run(packed_model, GROUPS, packed=True, share=True), run(packed_model, GROUPS, packed=True)
+    assert_close(shared, apart, TOLERANCE.get(name, 2e-5))
+    assert_close(gradient_of(packed_model, shared), gradient_of(packed_model, apart), TOLERANCE.get(name, 5e-5))
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", "glm4_moe", "dots1", "minimax_m2"])
@@ -119,9 +123,9 @@ def test_refused_types_are_named_before_anything_is_loaded(tmp_path: Path, name:
             load_hf_config(ModelConfig(path=path, use_remove_padding=packed))
 
 
-def test_experts_are_not_split_among_ranks(tmp_path: Path) -> None:
-    config = ModelConfig(path=zoo.folder(tmp_path, "qwen3_moe"))
-    with pytest.raises(ValueError, match=r"plan for 'qwen3_moe' has styles that are not available here .*experts"):
+def test_a_plan_that_leaves_attention_whole_is_refused(tmp_path: Path) -> None:
+    config = ModelConfig(path=zoo.folder(tmp_path, "deepseek_v3"))
+    with pytest.raises(ValueError, match=r"plan for 'deepseek_v3' leaves attention whole, .*ulysses"):
         tensor_plan.check_model(config, load_hf_config(config), 2)
 
 
@@ -156,8 +160,3 @@ def test_quantised_weights_are_refused(settings: dict[str, str]) -> None:
     config.quantization_config = settings
     with pytest.raises(ValueError, match=f"quantised .*{settings['quant_method']}"):
         families.check(config, packed=True)
-
-
-def test_the_page_shows_the_table() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
-    assert families.table() in page, f"put this into docs/models.md:\n{families.table()}"

@@ -24,7 +24,7 @@ from verl_like.kit.selfcheck.report import Finding, table
 from verl_like.kit.selfcheck.step_proof import compared, plain_step, prove_step, schedules
 from verl_like.kit.selfcheck.tiny import CHARACTERS, write_tiny_model
 from verl_like.kit.selfcheck.work import comparable
-from verl_like.models import lora, vision
+from verl_like.models import families, lora, vision
 from verl_like.models.loading import load_tokenizer
 from verl_like.trainer import roles
 from verl_like.trainer.compose import compose
@@ -381,13 +381,20 @@ def test_no_false_alarm(model: str, keys: list[str]) -> None:
     assert all(each.passed for each in findings), table(findings)
 
 
-@pytest.mark.parametrize("lora_rank", [0, 4])
-@pytest.mark.parametrize("name", ["jamba", "deepseek_v3", "qwen3_5", "qwen3_vl_moe"])
+FAMILIES = families.FAMILIES | families.NESTED
+OFTEN = ("jamba", "deepseek_v3", "qwen3_5", "qwen3_vl_moe")
+OF_TYPES = [(name, rank) for name in OFTEN for rank in (0, 4)] + [
+    pytest.param(name, 0, marks=pytest.mark.slow) for name in FAMILIES if name not in OFTEN
+]
+
+
+@pytest.mark.parametrize(("name", "lora_rank"), OF_TYPES)
 def test_no_false_alarm_of_a_family(model: str, tmp_path: Path, name: str, lora_rank: int) -> None:
     """State, experts that files hold one by one or turned, a bias of a router, a tower that stays as it is."""
     folder, tokenizer = zoo.folder(tmp_path, name), load_tokenizer(model)
     tokenizer.save_pretrained(folder)
     own = [f"actor_rollout_ref.model.path={folder}", f"actor_rollout_ref.model.lora_rank={lora_rank}"]
+    own.append(f"actor_rollout_ref.model.use_remove_padding={FAMILIES[name].packed}")
     findings, notes = prove_step(compose([*COMMON, "algorithm.adv_estimator=rloo", *own]), ranks=1)
     assert all(each.passed for each in findings) and len(findings) > 20, table(findings)
     assert any("experts and routers" in each for each in notes) == (lora_rank > 0 and name not in ("qwen3_5",))
@@ -398,11 +405,18 @@ def with_plain_positions(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(vision.VisionProcessor, "positions", lambda _, length, media: torch.arange(length).expand(3, -1))
 
 
-@pytest.mark.parametrize("fault", [None, with_plain_positions])
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("qwen2_vl", None),
+        ("qwen2_vl", with_plain_positions),
+        *(pytest.param(name, None, marks=pytest.mark.slow) for name in families.VISION if name != "qwen2_vl"),
+    ],
+)
 def test_a_model_that_sees_is_proved_with_images(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], None] | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, fault: Callable[[pytest.MonkeyPatch], None] | None
 ) -> None:
-    tiny_vision.save(tmp_path)
+    tiny_vision.save(tmp_path, name)
     own = [f"actor_rollout_ref.model.path={tmp_path}", "data.max_prompt_length=64", f"{ROLLOUT}.n=2"]
     if fault is not None:
         fault(monkeypatch)

@@ -39,20 +39,16 @@ def checkpoints_hold_the_model(config: PPOConfig) -> Findings:
 
 
 @rule(
-    *dict.fromkeys(
-        key for role in _ROLES for key in (role.tensor_key, role.ulysses_key, role.context_key, role.expert_key)
-    ),
+    *dict.fromkeys(key for role in _ROLES for key in (role.tensor_key, role.ulysses_key, role.context_key)),
     *dict.fromkeys(f"{role.model_section}.{_PACKED}" for role in _ROLES),
 )
 def tensor_parallel_role(config: PPOConfig) -> Findings:
-    """Tensor parallelism of a role works on packed tokens, and excludes Ulysses, context and expert parallelism."""
+    """Tensor parallelism of a role works on packed tokens, and excludes Ulysses and context parallelism."""
     for role in (role for role in roles_of(config).values() if role.tensor > 1):
         if role.ulysses > 1:
             yield (role.tensor_key, role.ulysses_key), "a role has one of the two; set one to 1"
         if role.context > 1:
             yield (role.tensor_key, role.context_key), "a role has one of the two; set one to 1"
-        if role.fsdp.expert_parallel_size > 1:
-            yield (role.tensor_key, role.expert_key), "matrices of experts are not split; set one to 1"
         if not role.model.use_remove_padding:
             yield (role.tensor_key, f"{role.model_section}.{_PACKED}"), "it works on packed tokens; set it to True"
 
