@@ -1,4 +1,4 @@
-"""Caches that are written in place are transformers' own after any joins and leaves; so is attention of single tokens."""
+"""Caches written in place are transformers' own after any joins and leaves; so is attention of single tokens."""
 
 from __future__ import annotations
 
