@@ -7,7 +7,6 @@ python recipes/quickstart/run.py --seed 2 trainer.total_training_steps=100
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import shutil
 import signal
@@ -22,16 +21,6 @@ from verl_like.observe.run_folder import read_metrics
 
 HERE = Path(__file__).resolve().parent
 METRIC = f"val-core/{DATA_SOURCE}/acc/mean@1"
-
-
-def choose_rollout(wanted: str) -> str:
-    """vllm where it is installed, otherwise hf, with a notice."""
-    if wanted != "auto":
-        return wanted
-    if importlib.util.find_spec("vllm") is not None:
-        return "vllm"
-    print("NOTE: vLLM is not installed here, so responses are generated with rollout.name=hf (slower, same results).")
-    return "hf"
 
 
 def read_accuracies(metrics_file: Path) -> list[tuple[int, float]]:
@@ -105,7 +94,7 @@ def main() -> None:
     accuracies = train(
         output_dir,
         seed=arguments.seed,
-        rollout=choose_rollout(arguments.rollout),
+        rollout=arguments.rollout,
         reward=arguments.reward.resolve(),
         overrides=arguments.overrides,
     )

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# The quickstart's training run, as a plain command line: GRPO with 2 worker processes, FSDP2 and vLLM in each of them.
-# Needs prepare.py first. Settings: OUT (folder), SEED, ROLLOUT (vllm or hf), REWARD (a file). More keys: as arguments.
+# The quickstart's training run, as a plain command line: GRPO with 2 worker processes, FSDP2 and an engine in each of them.
+# Needs prepare.py first. Settings: OUT (folder), SEED, ROLLOUT (auto, vllm, sglang or hf), REWARD (a file). More keys: as arguments.
 set -euo pipefail
 HERE=$(cd "$(dirname "$0")" && pwd)
 OUT=${OUT:-outputs/quickstart}
 SEED=${SEED:-1}
-ROLLOUT=${ROLLOUT:-vllm}
+ROLLOUT=${ROLLOUT:-auto}
 REWARD=${REWARD:-$HERE/reward.py}
 
 exec "${PYTHON:-python}" -m verl_like.trainer.main_ppo \

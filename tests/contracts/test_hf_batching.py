@@ -148,6 +148,19 @@ def test_a_late_request_gets_its_first_token_before_the_others_end(engine: HFRol
     assert len(steps(engine)) == 33
 
 
+def test_equal_prompts_are_computed_once(engine: HFRolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows that are taken up together, and also where rows go on from what was drawn before."""
+    before = engine.prefilled_tokens
+    asked = [dataclasses.replace(request(i % 3, 4 + i % 3), request_id=f"r{i}", seed=i) for i in range(9)]
+    for each in asked:
+        engine.add(each)
+    ended = steps(engine)
+    assert engine.prefilled_tokens - before == 4 + 5 + 6
+    for each in asked:
+        assert gap(each, ended[each.request_id].sampled) < 1e-4
+    assert len({ended[each.request_id].sampled.token_ids.tobytes() for each in asked}) == 9
+
+
 def test_the_same_through_futures(engine: HFRolloutEngine) -> None:
     ended: list[str] = []
     futures = [engine.submit(request(i, sampling=SamplingParams(max_tokens=100))) for i in range(32)]

@@ -113,6 +113,21 @@ ENGINES = {
     ),
     "recorded": EngineKind(recorded=True, records_routes=True),
     "openai": EngineKind(endpoint=True),
+    "auto": EngineKind(),  # one of `preferred`, once the configuration is composed
 }
 OURS = tuple(name for name, kind in ENGINES.items() if kind.code is not None)
+AUTO = "auto"
 SERVERS = tuple(name for name, kind in ENGINES.items() if kind.server is not None)
+
+
+_SMALL = 64 * 2**20
+
+
+def preferred(*, on_cpu: bool, model_bytes: int | None) -> tuple[str, ...]:
+    """List the engines that rollout.name=auto tries, best first: docs/performance.md has the figures behind it.
+
+    model_bytes: of the model's weights; None where they are not known.
+    """
+    if not on_cpu:
+        return ("vllm", "sglang", "hf")
+    return ("hf", "vllm") if model_bytes is not None and model_bytes <= _SMALL else ("vllm", "hf")

@@ -17,7 +17,7 @@ from operator import attrgetter
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from verl_like.batch import pad_rows
@@ -31,6 +31,7 @@ from verl_like.models.vision import VisionInput
 from verl_like.parallel.checksum import Slice, checksum, sketch, values_of
 from verl_like.parallel.host_memory import is_out_of_memory
 from verl_like.parallel.sharding import saved_buffers
+from verl_like.rollout import hf_cache
 from verl_like.rollout.base import EngineSpec, SteppedRolloutEngine
 from verl_like.rollout.hf_batch import Batch
 from verl_like.rollout.int8 import Int8Linear, quantise_linears
@@ -78,7 +79,8 @@ class HFRolloutEngine(SteppedRolloutEngine):
         self._taken_up: list[Row] = []  # whose prompts are computed in the step under way
         self._batches: list[Batch] = []  # one, unless the model's caches cannot be joined (hf_batch.py)
         self.prefilled_tokens = 0
-        """Tokens of prompts, and of responses that were begun before, that were computed since the start."""
+        """Tokens of prompts, and of responses that were begun before, that were computed since the start: equal ones of
+        rows that are taken up together once."""
         self._loop = StepLoop(self, device=process.device)
 
     def effective(self) -> Mapping[str, object]:
@@ -129,7 +131,7 @@ class HFRolloutEngine(SteppedRolloutEngine):
         new = self._take_up()
         self._taken_up = new
         stepped = [(batch, self._decode(batch)) for batch in self._batches]
-        stepped += [self._prefill(part) for part in _parts(new, self._max_prefill)]
+        stepped += [self._prefill(part) for part in _parts(self._alike(new), self._max_prefill)]
         if len(stepped) > 1 and all(batch.can_join() for batch, _ in stepped):
             (running, _), *others = stepped
             running.join([batch for batch, _ in others])
@@ -172,7 +174,17 @@ class HFRolloutEngine(SteppedRolloutEngine):
             row.begun = True
         return rows
 
-    def _prefill(self, rows: list[Row]) -> tuple[Batch, Tensor]:
+    def _alike(self, rows: list[Row]) -> list[list[Row]]:
+        """Put rows together of which the same tokens are known: they are computed once. Models that see: each alone."""
+        if self._vision is not None:
+            return [[row] for row in rows]
+        found: dict[tuple[int, ...], list[Row]] = {}
+        for row in rows:
+            found.setdefault(tuple(row.known_ids), []).append(row)
+        return [*found.values()]
+
+    def _prefill(self, alike: list[list[Row]]) -> tuple[Batch, Tensor]:
+        rows = [group[0] for group in alike]
         known = [row.known_ids for row in rows]
         self.prefilled_tokens += sum(map(len, known))
         ids_bS = pad_rows(known, side="left", dtype=torch.int64).to(self._device)
@@ -189,22 +201,35 @@ class HFRolloutEngine(SteppedRolloutEngine):
             shift_b = torch.stack([axis.max() + 1 - axis.shape[1] for axis in axes]).to(self._device)
             feature_ids = pad_rows(features, side="left", dtype=torch.int64, fill=-1)
             images = self._vision.load(feature_ids, media, self._device)
-        batch = Batch(rows, DynamicCache(config=self._module.config), mask_bS, length_b, shift_b)
-        return batch, self._forward(ids_bS, positions_bS, batch, images)
+        batch = Batch(rows, hf_cache.new_cache(self._module.config), mask_bS, length_b, shift_b)
+        logits_bV = self._forward(ids_bS, positions_bS, batch, alike, images)
+        if all(len(group) == 1 for group in alike):
+            return batch, logits_bV
+        number_b = torch.tensor([i for i, group in enumerate(alike) for _ in group], device=self._device)
+        batch.spread([row for group in alike for row in group], number_b)
+        return batch, logits_bV[number_b]
 
     def _decode(self, batch: Batch) -> Tensor:
         assert batch.next_b1 is not None
-        return self._forward(batch.next_b1, batch.widen(), batch)
+        return self._forward(batch.next_b1, batch.widen(), batch, [[row] for row in batch.rows])
 
-    def _forward(self, ids_bs: Tensor, positions_bs: Tensor, batch: Batch, images: VisionInput | None = None) -> Tensor:
-        """Compute logits [b, V] of the token after the last of `ids_bs`, and note the routes of these."""
+    def _forward(
+        self,
+        ids_bs: Tensor,
+        positions_bs: Tensor,
+        batch: Batch,
+        rows: list[list[Row]],
+        images: VisionInput | None = None,
+    ) -> Tensor:
+        """Compute logits [b, V] of the token after the last of `ids_bs`, and note the routes of these for `rows`."""
         if self._routers is None:
             return self._logits(ids_bs, positions_bs, batch, images)
         with self._routers.noting() as noted:
             logits_bV = self._logits(ids_bs, positions_bs, batch, images)
         routes_bs = torch.stack(noted, 1).to(self._routers.dtype).unflatten(0, ids_bs.shape).cpu().numpy()
-        for row, routes_s, length in zip(batch.rows, routes_bs, batch.length_b.tolist(), strict=True):
-            row.went(routes_s[-min(length, len(routes_s)) :])  # prompts are padded on the left
+        for alike, routes_s, length in zip(rows, routes_bs, batch.length_b.tolist(), strict=True):
+            for row in alike:
+                row.went(routes_s[-min(length, len(routes_s)) :])  # prompts are padded on the left
         return logits_bV
 
     def _logits(self, ids_bs: Tensor, positions_bs: Tensor, batch: Batch, images: VisionInput | None) -> Tensor:
@@ -332,14 +357,17 @@ class HFRolloutEngine(SteppedRolloutEngine):
         self._model, self._storages, self._batches, self._waiting = None, [], [], []
 
 
-def _parts(rows: list[Row], max_tokens: int) -> Iterator[list[Row]]:
-    """Cut rows into parts of about the same length, of at most `max_tokens` padded tokens; a longer row is alone."""
-    part: list[Row] = []
-    for row in sorted(rows, key=lambda row: len(row.known_ids), reverse=True):
-        if part and (len(part) + 1) * len(part[0].known_ids) > max_tokens:
+def _parts(alike: list[list[Row]], max_tokens: int) -> Iterator[list[list[Row]]]:
+    """Cut rows into parts of about the same length, of at most `max_tokens` padded tokens; a longer row is alone.
+
+    alike: rows of which the same tokens are known, which count once.
+    """
+    part: list[list[Row]] = []
+    for group in sorted(alike, key=lambda group: len(group[0].known_ids), reverse=True):
+        if part and (len(part) + 1) * len(part[0][0].known_ids) > max_tokens:
             yield part
             part = []
-        part.append(row)
+        part.append(group)
     if part:
         yield part
 
@@ -348,9 +376,14 @@ def _empty_model(
     hf_config: PretrainedConfig, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
 ) -> PreTrainedModel:
     """Build the model with whatever its memory holds; buffers that are not saved (rotary frequencies) are computed."""
+    hf_cache.register()
+    attention = padded_attention(hf_config)
     with no_init_weights(), torch.device(device):
         model = model_class(hf_config).from_config(
-            hf_config, dtype=dtype, attn_implementation=padded_attention(hf_config), trust_remote_code=trust_remote_code
+            hf_config,
+            dtype=dtype,
+            attn_implementation=hf_cache.ATTENTION_NAME if attention == "sdpa" else attention,
+            trust_remote_code=trust_remote_code,
         )
     model.tie_weights()
     return with_exact_biases(model).eval().requires_grad_(False)

@@ -15,13 +15,14 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
+from verl_like.rollout.hf_cache import GrowingLayer
 from verl_like.rollout.rows import Knobs, Row, draw_tokens
 
 # Layers of a cache that can be joined, by exact type: what another keeps besides (an index of its keys, numbers in few
 # bits) we would lose. States that are carried from token to token have no columns at all.
 JOINABLE = frozenset(
     {
-        "DynamicLayer",
+        "GrowingLayer",
         "DynamicSlidingWindowLayer",
         "LinearAttentionLayer",
         "LinearAttentionAndFullAttentionLayer",
@@ -77,12 +78,25 @@ class Batch:
         self.rows = [row for batch in batches for row in batch.rows]
         self.next_b1 = self._knobs = None
 
+    def spread(self, rows: list[Row], number_b: Tensor) -> None:
+        """Give each of these rows what was computed for the one of that number."""
+        self.rows = rows
+        self.mask_bS, self.length_b, self.shift_b = (
+            column[number_b] for column in (self.mask_bS, self.length_b, self.shift_b)
+        )
+        self.cache.reorder_cache(number_b)  # also of states, which batch_select_indices leaves out
+
     def keep(self, index: list[int]) -> None:
-        """Drop all other rows, and the columns that were only theirs."""
-        self.rows, self._knobs = [self.rows[i] for i in index], None
-        if not index:
+        """Drop all other rows, and the columns that were only theirs; the last rows take the places of the first."""
+        count = len(index)
+        holes = sorted(set(range(count)) - set(index))
+        order, movers = list(range(count)), [i for i in index if i >= count]
+        for hole, mover in zip(holes, movers, strict=True):
+            order[hole] = mover
+        self.rows, self._knobs = [self.rows[i] for i in order], None
+        if not order:
             return
-        chosen_b = torch.tensor(index, device=self.mask_bS.device)
+        chosen_b, holes_m, movers_m = (torch.tensor(i, device=self.mask_bS.device) for i in (order, holes, movers))
         self.mask_bS, self.length_b = self.mask_bS[chosen_b], self.length_b[chosen_b]
         self.shift_b = self.shift_b[chosen_b]
         if self.next_b1 is not None:
@@ -92,7 +106,11 @@ class Batch:
             self.mask_bS = self.mask_bS[:, -width:]
             for layer in self.cache.layers:
                 _cut(layer, width)
-        self.cache.reorder_cache(chosen_b)  # also of states, which batch_select_indices leaves out
+        for layer in self.cache.layers:
+            if isinstance(layer, GrowingLayer):
+                layer.keep(count, holes_m, movers_m)
+            else:
+                layer.reorder_cache(chosen_b)
 
 
 def _joinable(cache: DynamicCache) -> bool:
@@ -108,7 +126,9 @@ def _padded(columns: Tensor, width: int, dim: int) -> Tensor:
 def _join(layers: Sequence[Any]) -> None:
     """Add the rows of the others to the first of these layers."""
     mine = layers[0]
-    if isinstance(mine, DynamicLayer) and mine.keys is not None:
+    if isinstance(mine, GrowingLayer):
+        mine.join(list(layers[1:]))
+    elif isinstance(mine, DynamicLayer) and mine.keys is not None:
         width = max(layer.keys.shape[-2] for layer in layers)
         mine.keys = torch.cat([_padded(layer.keys, width, -2) for layer in layers])
         mine.values = torch.cat([_padded(layer.values, width, -2) for layer in layers])
@@ -124,7 +144,9 @@ def _join(layers: Sequence[Any]) -> None:
 
 def _cut(layer: Any, width: int) -> None:
     """Leave the last columns of a layer; one with a window may have fewer already."""
-    if isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None:
+    if isinstance(layer, GrowingLayer):
+        layer.cut(width)
+    elif isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None:
         layer.keys, layer.values = layer.keys[..., -width:, :], layer.values[..., -width:, :]
     if isinstance(layer, DynamicSlidingWindowLayer):
         layer.cumulative_length = width

@@ -31,6 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_like.config import PPOConfig
 from verl_like.config.batch_plan import uncorrected
+from verl_like.config.engines import AUTO, ENGINES, preferred
 from verl_like.config.errors import ConfigError, raise_if_any
 from verl_like.config.parser import meant
 from verl_like.config.rules import check
@@ -42,7 +43,7 @@ from verl_like.observe.run_folder import flat
 from verl_like.registry import PARTS, part
 from verl_like.text import one_line
 from verl_like.trainer.yaml_anchors import inline_all, is_helper, own_data_keys
-from verl_like.user_code import EXTERNAL_MODULES, UserCodeError, external_modules, import_modules
+from verl_like.user_code import EXTERNAL_MODULES, UserCodeError, external_modules, import_modules, load
 
 logger = logging.getLogger(__name__)
 
@@ -176,7 +177,8 @@ def compose_tree(overrides: Overrides, yaml_files: Sequence[str | Path]) -> tupl
     tree = _base(settings.groups)
     raise_if_any([problem for change in changes if (problem := _apply(tree, change))])
     _import_users_modules(tree)
-    return tree, changes, settings.warnings + warnings + _corrected(tree, changes) + _adapted(tree, changes)
+    warnings = settings.warnings + warnings + _engine(tree, changes)
+    return tree, changes, warnings + _corrected(tree, changes) + _adapted(tree, changes)
 
 
 def _take_objective(settings: Settings) -> None:
@@ -187,6 +189,52 @@ def _take_objective(settings: Settings) -> None:
         settings.groups.append(_group_override("objective", None, chosen[-1]))
         settings.changes, warnings = part("names", chosen[-1])(_leaves(settings.changes))
         settings.warnings += warnings
+
+
+def _engine(tree: DictConfig, changes: list[Change]) -> list[str]:
+    """Choose the engine where rollout.name=auto: of those installed the first that the other keys allow.
+
+    Returns the line that tells it.
+    """
+    key = "actor_rollout_ref.rollout.name"
+    if str(_selected(tree, key)) != AUTO:
+        return []
+    device = str(_selected(tree, "trainer.device"))
+    if device == "auto":
+        import torch
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    refused: dict[str, int] = {}
+    model = _selected(tree, "actor_rollout_ref.model.path")
+    for name in preferred(on_cpu=device == "cpu", model_bytes=_bytes_of(model)):
+        if _is_installed(name):
+            _apply(tree, Change(key, name))
+            refused[name] = _count_problems(tree, changes)
+    chosen = min(refused, key=lambda name: refused[name])
+    _apply(tree, Change(key, chosen))
+    return [f"{key}=auto: {chosen}, on {device.upper()}"]
+
+
+def _bytes_of(model: str | None) -> int | None:
+    """Add up the weight files of a local folder; None where there are none here."""
+    return sum(file.stat().st_size for file in Path(model or "").expanduser().glob("*.safetensors")) or None
+
+
+def _is_installed(engine: str) -> bool:
+    try:
+        if (place := ENGINES[engine].installed) is not None:
+            load(place, "rollout.name")()
+    except ValueError:
+        return False
+    return True
+
+
+def _count_problems(tree: DictConfig, changes: list[Change]) -> int:
+    try:
+        checked(to_config(tree), changes)
+    except ConfigError as error:
+        return len(error.problems)
+    return 0
 
 
 def _adapted(tree: DictConfig, changes: Sequence[Change]) -> list[str]:
