@@ -41,6 +41,7 @@ WITH_RAY = (
     "tests/e2e/test_main_job.py",
     "tests/e2e/test_reward_model.py",
     "tests/e2e/test_context_parallel.py",
+    "tests/e2e/test_pipeline_parallel.py",
     "tests/e2e/test_expert_parallel.py",
     "tests/e2e/test_tensor_parallel.py",
     "tests/e2e/test_sft.py::test_two_ranks_under_torchrun_make_the_same_run",

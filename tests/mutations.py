@@ -561,6 +561,34 @@ MESH = [
         "self._stored.views(name.removeprefix(HF_PREFIX), tensor, 0)",
         "engine/test_expert_parallel.py",
     ),
+    Mutation(
+        "the last stage's loss counts twice",
+        "engine/fsdp.py",
+        "outputs[i] = [self._loss_scale.of(loss)]",
+        "outputs[i] = [self._loss_scale.of(loss) * 2]",
+        "engine/test_pipeline_parallel.py",
+    ),
+    Mutation(
+        "the gradient norm is a stage's own",
+        "parallel/fsdp.py",
+        "        dist.all_reduce(square, group=stage.pipe.group)",
+        "        pass",
+        "engine/test_pipeline_parallel.py",
+    ),
+    Mutation(
+        "a tied weight learns from the embedding at the first stage, and from the head at the last",
+        "parallel/fsdp.py",
+        "            sum_in_place(shared, self._stage.pipe.ends, self._device)",
+        "            pass",
+        "engine/test_pipeline_parallel.py",
+    ),
+    Mutation(
+        "a tied weight counts twice in the gradient norm",
+        "parallel/fsdp.py",
+        "if stage is None or stage.counts(n)]",
+        "]",
+        "engine/test_pipeline_parallel.py",
+    ),
 ]
 FAMILIES = (
     MESH,

@@ -71,6 +71,12 @@ class FSDPConfig(ConfigNode):
     expert_parallel_size: int = key(1, at_least(1), unit="processes")
     """Neighbouring processes, out of those of fsdp_size, that hold some of every layer's experts each; tokens travel to
     them. 1: FSDP gathers all experts of a layer everywhere."""
+    pipeline_parallel_size: int = key(1, at_least(1), unit="processes")
+    """Neighbouring processes, out of those of fsdp_size, that hold the layers of one stage each and hand the same
+    sequences on to each other; 1: none."""
+    pipeline_schedule: str = key("1f1b", one_of("1f1b", "gpipe"), idle="pipeline_parallel_size is 1: no stages")
+    """Order of the micro-batches' passes: 1f1b keeps the activations of as many micro-batches as there are stages,
+    gpipe those of all; the bubble is the same."""
     forward_prefetch: bool = False
     """Ask for the next layer's parameters when a layer's forward starts, not only when it ends."""
     model_dtype: str = key("float32", one_of(*DTYPES[1:]))

@@ -8,6 +8,7 @@
                 weights: to FSDP they are processes of `shard`, or of several copies
     tensor      split every matrix, and each row's tokens
     expert      hold a part of the experts each; borrowed from `shard`, of which the experts' own is what is left
+    pipe        hold the layers of one stage each, and pass the same rows on to each other
 
 The last axis are the nearest neighbours. parallel/mesh.py makes groups of processes of it.
 """
@@ -24,6 +25,7 @@ NAMES = {
     "slices": "context_parallel_size x ulysses_sequence_parallel_size",
     "tensor": "tensor_parallel_size",
     "expert": "expert_parallel_size",
+    "pipe": "pipeline_parallel_size",
 }
 
 
@@ -42,6 +44,7 @@ class MeshSizes:
     ulysses: int = 1
     tensor: int = 1
     expert: int = 1
+    pipe: int = 1
 
     @property
     def copy(self) -> int:
@@ -61,9 +64,14 @@ class MeshSizes:
         return self.context * self.ulysses
 
     @property
+    def parts_of_row(self) -> int:
+        """Neighbouring processes that have a part each of what a layer makes of their rows."""
+        return self.slices * self.tensor
+
+    @property
     def ranks_per_row(self) -> int:
         """Neighbouring processes that get the same rows."""
-        return self.slices * self.tensor
+        return self.parts_of_row * self.pipe
 
     @property
     def data_parallel(self) -> int:
@@ -77,15 +85,15 @@ class MeshSizes:
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (axis, what its size does not divide); nothing where all fits."""
-        for axis in ("context", "ulysses", "tensor"):
+        for axis in ("context", "ulysses", "tensor", "pipe"):
             if self.world % getattr(self, axis):
                 yield axis, "world"
         if self.world % self.slices and not self.world % self.context and not self.world % self.ulysses:
             yield "slices", "world"
         if self.world % self.copy:
             yield "copy", "world"
-        for axis in ("tensor", "expert"):
-            if self.copy % getattr(self, axis) and not (axis == "tensor" and self.copy == self.world):
+        for axis in ("tensor", "expert", "pipe"):
+            if self.copy % getattr(self, axis) and not (axis != "expert" and self.copy == self.world):
                 yield axis, "copy"
 
 

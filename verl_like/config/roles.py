@@ -93,6 +93,10 @@ class RoleConfig:
         return f"{self.sharding_section}.expert_parallel_size"
 
     @property
+    def pipe_key(self) -> str:
+        return f"{self.sharding_section}.pipeline_parallel_size"
+
+    @property
     def context(self) -> int:
         """[processes] that share one sequence by chunks of its tokens."""
         return self.fsdp.context_parallel_size
@@ -104,7 +108,7 @@ class RoleConfig:
 
     @property
     def ranks_per_row(self) -> int:
-        """Neighbouring processes that get the same rows: of Ulysses, context or tensor parallelism."""
+        """Neighbouring processes that get the same rows: of Ulysses, context, tensor or pipeline parallelism."""
         return self.mesh(1).ranks_per_row
 
     def mesh(self, processes: int) -> MeshSizes:
@@ -117,13 +121,14 @@ class RoleConfig:
             ulysses=self.ulysses,
             tensor=self.tensor,
             expert=self.fsdp.expert_parallel_size,
+            pipe=self.fsdp.pipeline_parallel_size,
         )
 
     def data_parallel(self, problems: list[str], processes: int, processes_text: str) -> int:
         """Number of groups of `ranks_per_row` among its pool's processes; what does not divide goes to `problems`."""
         sizes, copy_key, replicas = self.mesh(processes), f"{self.sharding_section}.fsdp_size", False
         keys = {"context": self.context_key, "ulysses": self.ulysses_key, "copy": copy_key}
-        keys |= {"tensor": self.tensor_key, "expert": self.expert_key}
+        keys |= {"tensor": self.tensor_key, "expert": self.expert_key, "pipe": self.pipe_key}
         keys["slices"] = f"{self.context_key} x {self.ulysses_key}"
         for axis, total in sizes.problems():
             named = f"{keys[axis]}={getattr(sizes, axis)}"

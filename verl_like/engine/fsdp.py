@@ -7,7 +7,8 @@ import hashlib
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,7 @@ from verl_like.models.routes import ROUTES
 from verl_like.parallel import sharding
 from verl_like.parallel.activation_offload import ActivationOffload
 from verl_like.parallel.dist import ProcessInfo
+from verl_like.parallel.pipeline import Pipe, order_of
 
 if TYPE_CHECKING:
     from verl_like.config.batch_plan import MicroBatchRule
@@ -67,6 +69,7 @@ class FSDPEngine(ShardedModel):
         super().__init__(role, process, schedule, tokenizer_size, seed)
         self.shares_prompts = loading.shares_prompts(role.model, role.router)
         self._mesh = self.sharding.mesh
+        self._pipe = self._mesh.pipe
         self._row_group, self._is_split = self._mesh.rows, self._mesh.tensor is not None
         moves = role.optim is not None and role.model.enable_activation_offload and self.device.type == "cuda"
         self._activations = ActivationOffload(self.device) if moves else None
@@ -76,7 +79,8 @@ class FSDPEngine(ShardedModel):
         self._l2_coeff = 0.0 if role.optim is None else role.optim.l2_coeff
         self._references: tuple[FSDPEngine, ...] = ()
         if self.packed:
-            checked = (self.sharding.root, self.model, self.hf_config, self.device, self.compute_dtype)
+            self.sharding.root.eval()
+            checked = (self._known_pass, self.model, self.hf_config, self.device, self.compute_dtype)
             packing_check.check_packing(*checked, self._row_group if self._is_split else None, self._vision)
             self.sharding.reshard()
         if role.fsdp.param_offload:
@@ -151,12 +155,12 @@ class FSDPEngine(ShardedModel):
             found: dict[str, list[Tensor]] = {name: [] for name in sorted(want)}
             with self._comparison(want) as other:
                 for part in self._cut(batch, rule):
-                    with microbatch.told(part), self._rescue.forward(gathers_alone=self._gathers_alone(other)):
+                    with microbatch.told(part), self._forward_pass(other):
                         answers = self._answers(part and part[1], want, temperature, other)
                         answers = {n: v.float() if v.is_floating_point() else v for n, v in answers.items()}
                     if part is not None:
                         order += part[0]
-                        for name, parts in found.items():
+                        for name, parts in found.items() if not self.model.hands_on else ():
                             parts.append(answers[name])
             return order, found
 
@@ -167,8 +171,17 @@ class FSDPEngine(ShardedModel):
         lengths = {ROUTES: batch.num_tokens_B()[order]}
         # One transfer a column: the host would wait for the device at each.
         joined = {name: torch.cat(parts or [torch.zeros(0)]).cpu() for name, parts in found.items()}
+        if self._pipe is not None:
+            self._pipe.finish()
+            joined = self._pipe.of_last(joined)
         length_B = batch.response_length_B[order]
         return {name: take_rows(values_T, lengths.get(name, length_B), back) for name, values_T in joined.items()}
+
+    def _forward_pass(self, others: list[Head]) -> AbstractContextManager[None]:
+        """Rescue of a forward pass; none in a pipeline, whose stages are at different micro-batches."""
+        if self._pipe is not None:
+            return nullcontext()
+        return self._rescue.forward(gathers_alone=self._gathers_alone(others))
 
     def _gathers_alone(self, others: list[Head]) -> bool:
         """True where FSDP's gathers are the only messages that a forward pass exchanges with other ranks."""
@@ -204,6 +217,8 @@ class FSDPEngine(ShardedModel):
                 mine_N = None if teacher_N is None else teacher_N == number
                 found.append(Reference(hidden_NH=hidden_NH, head=head, mine_N=mine_N))
             more["references"] = tuple(found)
+        if self.model.hands_on:
+            return self._pass(inputs, want, temperature)
         group = self._row_group
         routers = self._routers if ROUTES in want else None
         with nullcontext([]) if routers is None else routers.noting() as noted:
@@ -220,7 +235,22 @@ class FSDPEngine(ShardedModel):
         """Run the model; routes that came with the rows are replayed, now and where layers are computed again."""
         if self._routers is not None:
             self._routers.replay(inputs.routes)
-        return self.sharding.root(inputs, want, temperature, **more)
+        if self._pipe is None:
+            return self.sharding.root(inputs, want, temperature, **more)
+        shape = (*inputs.input_ids.shape, self.hf_config.hidden_size)
+        received = self._pipe.receive(shape, self.compute_dtype, self.device)
+        answers = self.sharding.root(inputs, want, temperature, received=received, **more)
+        if self.model.hands_on:
+            self._pipe.send(answers[HIDDEN])
+        return answers
+
+    def _known_pass(self, inputs: packing.ModelInput, want: frozenset[str], temperature: float) -> dict[str, Tensor]:
+        """Run the model once, with answers on every rank, also those whose stage gives none."""
+        answers = self._pass(inputs, want, temperature)
+        if self._pipe is not None:
+            self._pipe.finish()
+            answers = self._pipe.of_last(answers)
+        return answers
 
     def _model_input(self, rows: Sequences | None, *, notes_routes: bool = False) -> packing.ModelInput:
         device = self.device if self._row_group is None else torch.device("cpu")  # slices are cut there
@@ -326,7 +356,9 @@ class FSDPEngine(ShardedModel):
                 length_B = (learning.num_tokens_B() - 1).clamp(min=1)  # a row's last token has no place in the model
                 self._router_losses.begin(length_B, self._first_pass(parts, objective.temperature))
             sync_every = self.role.fsdp.sync_every_micro_batch and not self.sharding.reduces_once
-            for i, part in enumerate(parts):
+            if self._pipe is not None:
+                metrics += self._backward_in_stages(self._pipe, parts, objective, sync_every=sync_every)
+            for i, part in enumerate(parts if self._pipe is None else ()):
                 self.sharding.set_gradient_sync(sync_every or i == len(parts) - 1)
                 with microbatch.told(part):
                     metrics.append(self._backward(part and part[1], objective, other))
@@ -364,11 +396,13 @@ class FSDPEngine(ShardedModel):
         metrics = []
         with torch.no_grad():
             for part in self._cut(rows, rule):
-                with microbatch.told(part), self._rescue.forward(gathers_alone=self._gathers_alone(other)):
+                with microbatch.told(part), self._forward_pass(other):
                     outputs = self._answers(part and part[1], objective.loss_fn.wants, objective.temperature, other)
                     self._rescue.model_done()
-                    if part is not None:
+                    if part is not None and not self.model.hands_on:
                         metrics.append(self._counted_once(self._loss(objective, outputs, part[1])[1]))
+        if self._pipe is not None:
+            self._pipe.finish()
         return metrics
 
     def _counted_once(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
@@ -392,6 +426,36 @@ class FSDPEngine(ShardedModel):
             del outputs, loss
         self._rescue.backward(graph)
         return self._counted_once(metrics)
+
+    def _backward_in_stages(
+        self,
+        pipe: Pipe,
+        parts: list[tuple[list[int], Experience] | None],
+        objective: Objective,
+        *,
+        sync_every: bool,
+    ) -> list[dict[str, Metric]]:
+        """Run this stage's forward and backward passes of all micro-batches; the last stage has loss and metrics."""
+        metrics, outputs = list[dict[str, Metric]](), dict[int, list[Tensor]]()
+        for is_backward, i in order_of(self.role.fsdp.pipeline_schedule, pipe.rank, pipe.size, len(parts)):
+            part = parts[i]
+            with microbatch.told(part):
+                if is_backward:
+                    self.sharding.set_gradient_sync(sync_every or i == len(parts) - 1)
+                    graph = outputs.pop(i)
+                    pipe.backward(graph[0], partial(self._rescue.backward, graph))
+                    continue
+                rows = part and part[1]
+                answers = self._answers(rows, objective.loss_fn.wants, objective.temperature)
+                if self.model.hands_on:
+                    outputs[i] = [answers[HIDDEN]]
+                    continue
+                loss, found = self._loss(objective, answers, rows)
+                loss = loss if loss.requires_grad else loss + microbatch.zero_loss(answers)
+                outputs[i] = [self._loss_scale.of(loss)]
+                metrics.append(found)
+        pipe.finish()
+        return metrics
 
     def _loss(
         self, objective: Objective, outputs: dict[str, Tensor], rows: Experience | None

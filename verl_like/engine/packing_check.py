@@ -5,8 +5,10 @@ Layers that carry state along the sequence would leak.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from verl_like.batch import Sequences, pad_rows
@@ -23,7 +25,7 @@ _HALF_TOLERANCE = 0.3
 
 @torch.no_grad()
 def check_packing(
-    root: nn.Module,
+    run: Callable[..., dict[str, Tensor]],
     model: TokenModel,
     hf_config: PretrainedConfig,
     device: torch.device,
@@ -34,7 +36,7 @@ def check_packing(
     """Compare random sequences packed together, two of which share their prompt, with each alone (collective).
 
     Args:
-        root: the sharded model to call; `model` itself, or a wrapper around it.
+        run: a pass of the sharded model, without dropout: `model` itself, or what its ranks answer together.
         model: the model that is checked.
         hf_config: its Hugging Face config.
         device: device of the inputs.
@@ -45,10 +47,9 @@ def check_packing(
 
     Raises ValueError on a difference.
     """
-    root.eval()
     rows = _three_rows(hf_config.get_text_config().vocab_size, model)
-    together = _outputs(root, rows, device, tensor_group, vision)
-    alone = [_outputs(root, row, device, tensor_group, vision) for row in rows.split([1, 1, 1])]
+    together = _outputs(run, rows, device, tensor_group, vision)
+    alone = [_outputs(run, row, device, tensor_group, vision) for row in rows.split([1, 1, 1])]
     lengths = rows.response_length_B.tolist()
     gap = max(float((part - other).abs().max()) for part, other in zip(together.split(lengths), alone, strict=True))
     limit = _TOLERANCE.get(compute_dtype, _HALF_TOLERANCE)
@@ -76,12 +77,16 @@ def _three_rows(vocab_size: int, model: TokenModel) -> Sequences:
 
 
 def _outputs(
-    root: nn.Module, rows: Sequences, device: torch.device, group: SequenceRanks | None, vision: VisionProcessor | None
+    run: Callable[..., dict[str, Tensor]],
+    rows: Sequences,
+    device: torch.device,
+    group: SequenceRanks | None,
+    vision: VisionProcessor | None,
 ) -> Tensor:
     wanted_T = packing.response_positions(rows, sampled_only=False)
     inputs = packing.pack(rows, wanted_T, device if group is None else CPU, share_prompts=True, vision=vision)
     if group is not None:
         inputs = tensor_plan.take_slice(inputs, group).to(device)
-    outputs = root(inputs, frozenset({"log_probs"}), 1.0)
+    outputs = run(inputs, frozenset({"log_probs"}), 1.0)
     answers = inputs.unpack(next(iter(outputs.values()))).float()
     return answers if group is None else group.join(answers)

@@ -14,6 +14,7 @@ would leave the others waiting. What can be rescued, therefore:
                                                           pass there is one of its own
     both, with Ulysses, context, tensor or    yes         no: other collectives run inside. The rank's error ends the
     expert parallelism, full_kl or images                 run, and names the key to lower
+    all, with stages of a pipeline                        no: they are at different micro-batches
     units inside of units                     yes         no: their order is another
     backward pass with units smaller than a   yes         no: what is computed again gathers them in an order of its
     block, or with fsdp_size=1                            own; a reduction between whole models is FSDP's alone

@@ -21,7 +21,7 @@ from verl_like.engine.router_losses import RouterLosses, check_router
 from verl_like.engine.state import BackgroundWriter, Part
 from verl_like.engine.train_engine import WeightChanges, WeightForm
 from verl_like.heartbeat import advance
-from verl_like.models import blocks, families, loading, lora, tensor_plan
+from verl_like.models import blocks, families, loading, lora, stages, tensor_plan
 from verl_like.models.checkpoint_names import CheckpointNames
 from verl_like.models.families import num_experts
 from verl_like.models.heads import HF_PREFIX, TokenModel, dtype_of
@@ -56,13 +56,15 @@ class ShardedModel:
         loading.check_context(model, self.hf_config, role.context, role.context_key)
         tensor_plan.check_engine(model, self.hf_config, fsdp, ulysses=role.ulysses)
         tensor_plan.check_experts(model, self.hf_config, fsdp.expert_parallel_size, trained=optim is not None)
+        stages.check_stages(model, self.hf_config, fsdp, role.pipe_key, trained=optim is not None)
         self._vision = processor_of(model, self.hf_config)
         self.compute_dtype = dtype_of(resolve_dtype(fsdp.dtype, self.device.type))
         self._adapters: lora.Adapters | None = None
         self.model = self._build_model(tokenizer_size, seed)
         loading.replace_functions(self.model.hf, model, self.device, compiled=role.compile_blocks)
         self._expert_load: ExpertLoad | None = None
-        if optim is not None and self.packed and not role.compile_blocks:  # a count would break compiled layers in two
+        whole_layers = not role.compile_blocks and fsdp.pipeline_parallel_size == 1  # a count would break compiled ones
+        if optim is not None and self.packed and whole_layers:
             self._expert_load = ExpertLoad.of(self.model, num_experts(self.hf_config), self.device)
         check_router(self.model.hf, role.router)
         self._router_losses: RouterLosses | None = None
@@ -111,7 +113,7 @@ class ShardedModel:
         layers = loading.sharding_units(self.model, fsdp)
         if self.role.compile_blocks:
             blocks.compile_blocks(layers, self.device)
-        return Sharding(
+        sharding = Sharding(
             self.model,
             layers,
             fsdp,
@@ -122,7 +124,10 @@ class ShardedModel:
             device=self.device,
             tensor=tensor_plan.tensor_plan(self.model, self.hf_config, self.role.tensor),
             experts=[*stacks_of(self.model.hf)[0].values()] if mesh.tensor or mesh.expert else (),
+            stages=None if mesh.pipe is None else stages.parts(self.model, mesh.pipe.size),
         )
+        self.model.hands_on = mesh.pipe is not None and not mesh.pipe.is_last
+        return sharding
 
     @property
     def adapters(self) -> lora.Adapters | None:

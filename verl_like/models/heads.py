@@ -32,6 +32,7 @@ class TokenModel(nn.Module):
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__()
         self.hf = hf
+        self.hands_on = False  # a stage of a pipeline before the last: answers with the hidden states of all tokens
 
     def head_names(self) -> tuple[str, str]:
         """Names of the output head's weight and bias among the parameters; a tied weight has the embedding's name."""
@@ -40,14 +41,20 @@ class TokenModel(nn.Module):
         found = ("", "") if head is None else (names[id(head.weight)], names.get(id(head.bias), ""))
         return found
 
-    def hidden_states(self, inputs: ModelInput) -> Tensor:
-        """Compute the final hidden states [N, H] of the wanted tokens; all other tokens are dropped here."""
+    def hidden_states(self, inputs: ModelInput, received: Tensor | None = None) -> Tensor:
+        """Compute the final hidden states [N, H] of the wanted tokens; all other tokens are dropped here.
+
+        received: hidden states of all tokens, in the shape of `inputs.input_ids`, from the stage before.
+        """
         kwargs = inputs.model_kwargs() | {"use_cache": False}
-        if inputs.images is None:
+        if received is not None:
+            output = families.backbone(self.hf)(inputs_embeds=received, **kwargs)
+        elif inputs.images is None:
             output = families.backbone(self.hf)(input_ids=inputs.input_ids, **kwargs)
         else:
             output = vision.run(self.hf, inputs.input_ids, images=inputs.images, **kwargs)
-        return output.last_hidden_state.flatten(0, 1)[inputs.select_N]
+        hidden = output.last_hidden_state
+        return hidden if self.hands_on else hidden.flatten(0, 1)[inputs.select_N]
 
 
 class PolicyModel(TokenModel):
@@ -89,15 +96,18 @@ class PolicyModel(TokenModel):
         temperature: float,
         references: References = (),
         chosen_NK: Tensor | None = None,
+        received: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Compute {name of `want`: [N]} in float32, under logits / temperature; names are those of `fused_linear`.
 
         Wanted alone, `HIDDEN` gives the final hidden states [N, H]: a reference's part of `full_kl`. TOP_LOG_PROBS and
-        TOP_IDS are the `top_k` likeliest ids of each token, without a gradient.
+        TOP_IDS are the `top_k` likeliest ids of each token, without a gradient. A stage that hands on gives `HIDDEN`,
+        whatever is wanted.
         """
-        if want == {HIDDEN}:
-            return {HIDDEN: self.hidden_states(inputs)}
-        hidden, head, found = self.hidden_states(inputs), self.head(), dict[str, Tensor]()
+        hidden = self.hidden_states(inputs, received)
+        if want == {HIDDEN} or self.hands_on:
+            return {HIDDEN: hidden}
+        head, found = self.head(), dict[str, Tensor]()
         if self.low_rank is not None:
             hidden, head = head.widened(hidden, *self.low_rank)
         if TOP_IDS in want:
@@ -116,10 +126,14 @@ class PolicyModel(TokenModel):
 class ValueModel(TokenModel):
     """Backbone and a linear head with one output: {"values": [N]} float32."""
 
-    def forward(self, inputs: ModelInput, want: frozenset[str], temperature: float) -> dict[str, Tensor]:
+    def forward(
+        self, inputs: ModelInput, want: frozenset[str], temperature: float, received: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """Compute the values. `want` and `temperature` are there as in `PolicyModel`; a value has no use for them."""
-        hidden = self.hidden_states(inputs).float()
-        return {"values": hidden @ self.hf.score.weight.float()[0]}
+        hidden = self.hidden_states(inputs, received)
+        if self.hands_on:
+            return {HIDDEN: hidden}
+        return {"values": hidden.float() @ self.hf.score.weight.float()[0]}
 
 
 VALUE_HEAD = "score.weight"

@@ -6,7 +6,7 @@ off here, in one place (`_sum_gradients`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ from verl_like.parallel.checksum import Slice, as_matrix
 from verl_like.parallel.experts import spread_experts
 from verl_like.parallel.materialize import Materializer
 from verl_like.parallel.mesh import ParallelMesh, SplitAxis
+from verl_like.parallel.pipeline import Stage
 from verl_like.parallel.sharding import fill_devices, local_tensor, named_states, release, saved_buffers
 from verl_like.parallel.tensor import TensorSplitter, sum_in_place
 
@@ -49,6 +50,8 @@ class Sharding:
             that hold the same split, the root over all ranks: each rank of a group has its own part of the root's work.
         experts: modules of stacked experts, where the mesh has an axis of them or of `tensor`: units of their own
             beside `layers`, handed out along the one, sharded over all ranks of the other, of which each has tokens.
+        stages: the stages that hold a part of the model, by its name, where the mesh has an axis of them. A rank gets
+            the other stages' parts too, one unit at a time, and lets go of them before they are sharded.
 
     A rank alone has nobody to add up gradients with: doing it once costs no memory, unless the shards are narrower than
     the sum. On a CPU it keeps the gathered weights as well, as with reshard_after_forward=False: they are a copy, and
@@ -74,6 +77,7 @@ class Sharding:
         device: torch.device,
         tensor: TensorPlan | None = None,
         experts: Sequence[nn.Module] = (),
+        stages: Mapping[str, frozenset[int]] | None = None,
     ) -> None:
         self.root, self._device, self.mesh = model, device, mesh
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if fsdp.offload_policy else OffloadPolicy()
@@ -86,6 +90,7 @@ class Sharding:
             "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype),
             "offload_policy": offload,
         }
+        self._stage = None if mesh.pipe is None else Stage(model, stages or {}, mesh.pipe)
         own_units = {id(module) for module in experts}
         layers = [layer for layer in layers if id(layer) not in own_units]
         for unit in sorted([*layers, *experts], key=_num_modules):  # inner before outer
@@ -99,15 +104,20 @@ class Sharding:
                 fully_shard(unit, mesh=mesh.root if mesh.expert is None else mesh.expert.shards, **options)
                 continue
             weights.fill(unit)
+            if self._stage is not None and self._stage.drop(unit):
+                layers = [layer for layer in layers if layer is not unit]
+                continue
             if splitter is not None:
                 splitter.split(unit)
             fully_shard(unit, mesh=mesh.layers, **shared, reshard_after_forward=not keep_gathered)
         if splitter is not None:
             splitter.check_complete()
         weights.fill(model)
+        if self._stage is not None:
+            self._stage.drop_the_rest()
         fully_shard(model, mesh=mesh.root, **shared, reshard_after_forward=False)
         self._units: list[nn.Module] = [model, *layers, *experts]
-        self.recovers = broken_pass.is_possible(self._units)
+        self.recovers = self._stage is None and broken_pass.is_possible(self._units)
         in_order = not experts and not _holds_any(layers, self._units)  # that of nested ones is another
         self.gathers_the_rest = self.recovers and in_order
         self.reduces_the_rest = (
@@ -188,6 +198,10 @@ class Sharding:
         if axis is not None:
             partial = [p for p in self.parameters() if self._is_whole_in_layer(p) and p.grad is not None]
             sum_in_place([local_tensor(p.grad) for p in partial], axis.group.group, self._device)
+        if self._stage is not None:  # a tied weight: the embedding's part of the gradient, and the head's
+            named = [(n, p.grad) for n, p in self.root.named_parameters() if self._stage.is_shared(n)]
+            shared = [local_tensor(gradient) for _, gradient in named if gradient is not None]
+            sum_in_place(shared, self._stage.pipe.ends, self._device)
 
     def _is_whole_in_layer(self, parameter: nn.Parameter) -> bool:
         """True for a weight of a layer that the ranks of the tensor group hold alike."""
@@ -198,8 +212,15 @@ class Sharding:
         """2-norm of the whole gradient, the same on every rank."""
         if self.mesh.tensor is not None or self.mesh.expert is not None:
             return self._norm_of_parts()
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        stage = self._stage
+        counted = [p.grad for n, p in self.root.named_parameters() if stage is None or stage.counts(n)]
+        norm = torch.nn.utils.get_total_norm([gradient for gradient in counted if gradient is not None])
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if stage is None:
+            return norm
+        square = norm.to(self._device).double().square()
+        dist.all_reduce(square, group=stage.pipe.group)
+        return square.sqrt().float()
 
     def _norm_of_parts(self) -> Tensor:
         """Norm from squares summed over the ranks that hold different parts: one sum for each kind of parameter."""
@@ -220,9 +241,25 @@ class Sharding:
 
     def full_gradients(self, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, full gradient on the device) of every parameter that has one, for checks."""
-        for name, parameter in self.root.named_parameters():
-            if parameter.requires_grad and parameter.grad is not None:
-                yield name, self._gather(parameter, parameter.grad, dtype)
+        own = {n: (p, p.grad) for n, p in self.root.named_parameters() if p.requires_grad and p.grad is not None}
+        if self._stage is not None:
+            yield from self._from_stages(own, self._stage.anywhere(own), dtype)
+            return
+        for name, (parameter, gradient) in own.items():
+            yield name, self._gather(parameter, gradient, dtype)
+
+    def _from_stages(
+        self, own: Mapping[str, tuple[nn.Parameter, Tensor]], names: Collection[str], dtype: torch.dtype
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, full tensor) of each stage's weights (or their gradients) on all ranks, from their holders.
+
+        Beside its own stage's shards a rank has one tensor of another stage at a time.
+        """
+        assert self._stage is not None
+        for name, shape, holder in self._stage.weights:
+            if name in names:
+                mine = self._gather(*own[name], dtype) if self._stage.counts(name) else None
+                yield name, self._stage.from_holder(mine, shape, holder, dtype=dtype, device=self._device)
 
     def drop_gradients(self) -> None:
         """Free the gradients of all parameters."""
@@ -246,6 +283,16 @@ class Sharding:
 
         in_parts: true for the names of which no rank is to hold more than two owners' parts; others come whole.
         """
+        buffers = dict(saved_buffers(self.root))
+        if self._stage is not None:
+            own, stage = {n: (p, p) for n, p in self.root.named_parameters()}, self._stage
+            for name, tensor in self._from_stages(own, {n for n, _, _ in stage.weights if wanted(n)}, dtype):
+                yield name, 0, tensor
+            for name, shape, holder in (each for each in stage.buffers if wanted(each[0])):
+                like = {"dtype": torch.float32, "device": self._device}
+                mine = buffers[name].to(**like, copy=True) if name in buffers else None
+                yield name, 0, stage.from_holder(mine, shape, holder, **like)
+            return
         for name, parameter in self.root.named_parameters():
             if not wanted(name):
                 continue
@@ -257,7 +304,7 @@ class Sharding:
                     first += part.shape[0]
             else:
                 yield name, 0, self._gather(parameter, parameter, dtype)
-        for name, buffer in saved_buffers(self.root):
+        for name, buffer in buffers.items():
             if wanted(name):
                 yield name, 0, buffer.to(device=self._device, dtype=torch.float32, copy=True)
 
@@ -273,6 +320,8 @@ class Sharding:
         first = self.mesh.tensor is None or self.mesh.tensor.group.rank == 0
         for name, parameter in self.root.named_parameters():
             assert isinstance(parameter, DTensor)
+            if self._stage is not None and not self._stage.counts(name):
+                continue
             with torch.no_grad():  # with gradients, torch makes two DTensors on the way
                 local, starts = parameter.to_local().detach().to(self._device), [0] * parameter.ndim
             rows, axis = parameter.shape[0], self.mesh.split_of(parameter)
@@ -294,6 +343,8 @@ class Sharding:
     def sum_over_shards(self, numbers: Tensor) -> Tensor:
         """Add up numbers over the ranks that hold one model together; on the device."""
         dist.all_reduce(numbers := numbers.to(self._device), group=self.mesh.group_of_copy())
+        if self._stage is not None:
+            dist.all_reduce(numbers, group=self._stage.pipe.group)
         return numbers
 
     def _gather(self, parameter: nn.Parameter, tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from verl_like.config.mesh import NAMES, MeshSizes
 from verl_like.parallel.context import ContextRanks
+from verl_like.parallel.pipeline import Pipe
 from verl_like.parallel.ulysses import SequenceRanks
 
 SENT_AT_ONCE = 2**26  # bytes
@@ -94,6 +95,7 @@ class ParallelMesh:
     root: the mesh over which FSDP shards weights that are not split before.
     tensor, expert: axes of weights that are; None where their size is 1.
     slices: ranks that share a row by its tokens (Ulysses, context parallelism); None where there is one.
+    pipe: ranks that hold a stage of the layers each; None where there is one. `root` is then this stage's.
 
     Raises ValueError, naming the keys, where the sizes do not divide the ranks.
     """
@@ -103,9 +105,10 @@ class ParallelMesh:
             whole = f"{sizes.world} ranks" if total == "world" else f"{NAMES['copy']}={sizes.copy}"
             raise ValueError(f"{NAMES[axis]}={getattr(sizes, axis)} does not divide the {whole}")
         self.sizes, self.rank, self._device = sizes, dist.get_rank(), device
-        self.root = self._mesh(sizes.weights())
+        self.root = self._mesh(sizes.weights()) if sizes.pipe == 1 else self._mesh_of_stage()
         self.tensor, self.expert = self._split("tensor", sizes.tensor), self._split("expert", sizes.expert)
         self.slices = self._slices(sizes.context, sizes.ulysses)
+        self.pipe = None if sizes.pipe == 1 else self._pipe()
 
     @property
     def layers(self) -> DeviceMesh:
@@ -138,6 +141,17 @@ class ParallelMesh:
 
     def _mesh(self, axes: dict[str, int]) -> DeviceMesh:
         return init_device_mesh(self._device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+    def _mesh_of_stage(self) -> DeviceMesh:
+        """Mesh of the ranks that hold the same stage: neighbours hold different ones."""
+        axes = self.sizes.weights(self.sizes.pipe)
+        return self._mesh(axes | {"pipe": self.sizes.pipe})[tuple(axes)]
+
+    def _pipe(self) -> Pipe:
+        every, forth, back = (self._neighbours(self.sizes.pipe) for _ in range(3))
+        firsts = range(0, self.sizes.world, self.sizes.pipe)
+        ends = [dist.new_group([first, first + self.sizes.pipe - 1]) for first in firsts]
+        return Pipe(every, forth.group, back.group, ends[self.rank // self.sizes.pipe])
 
     def _slices(self, context: int, ulysses: int) -> SequenceRanks | None:
         if self.sizes.slices == 1:

@@ -91,7 +91,7 @@ class TensorSplitter:
 
 
 def sum_in_place(tensors: Iterable[Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
-    """Add up each tensor over the group (float32, on the device), many of them in one message."""
+    """Add up each tensor over the group (float32 or wider, on the device), many of them in one message."""
     bundle: list[Tensor] = []
     for tensor in tensors:
         bundle.append(tensor)
@@ -106,7 +106,8 @@ _MESSAGE = 2**24  # elements: norms of all layers in one, large weights one by o
 
 
 def _sum_bundle(tensors: list[Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
-    flat = torch.cat([tensor.reshape(-1).to(device=device, dtype=torch.float32) for tensor in tensors])
+    wide = torch.promote_types(torch.float32, tensors[0].dtype)
+    flat = torch.cat([tensor.reshape(-1).to(device=device, dtype=wide) for tensor in tensors])
     dist.all_reduce(flat, group=group)
     for tensor, total in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_(total.view_as(tensor))

@@ -30,7 +30,7 @@ from verl_like.data.foreign import ForeignDataset
 from verl_like.data.media import DEFAULT_MEDIA_KEYS
 from verl_like.data.prompt_truth import own_text
 from verl_like.engine.router_losses import check_router
-from verl_like.models import blocks, families, loading, lora, tensor_plan
+from verl_like.models import blocks, families, loading, lora, stages, tensor_plan
 from verl_like.registry import part
 from verl_like.remote_storage import is_remote
 from verl_like.rollout.build import require_heads, require_quantization
@@ -217,6 +217,7 @@ def _check_role(role: RoleConfig, facts: Facts) -> Iterator[str]:
         lambda: tensor_plan.check_experts(
             model, hf_config, role.fsdp.expert_parallel_size, role.expert_key, trained=role.optim is not None
         ),
+        lambda: stages.check_stages(model, hf_config, role.fsdp, role.pipe_key, trained=role.optim is not None),
     )
     if role.name == REWARD:
         if facts.config.reward_model.worker_class is not None:

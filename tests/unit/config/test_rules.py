@@ -11,7 +11,7 @@ from verl_like.config.spellings import no_effect, not_available, not_yet
 from verl_like.trainer.compose import compose_with_warnings
 
 A, R, F = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
-T = f"{A}.fsdp_config.tensor_parallel_size"
+T, P = f"{A}.fsdp_config.tensor_parallel_size", f"{A}.fsdp_config.pipeline_parallel_size"
 K = f"{R}.enable_rollout_routing_replay"
 
 
@@ -59,6 +59,15 @@ def test_the_default_configuration_is_quiet():
         ([f"{T}=2", f"{A}.fsdp_config.context_parallel_size=2"], f"{T}=2 with {A}.fsdp_config.context_parallel_size=2"),
         ([f"{A}.router.z_loss_coef=1", f"{A}.fsdp_config.context_parallel_size=2"], "scores are those of whole"),
         ([f"{T}=2", "actor_rollout_ref.model.use_remove_padding=false"], f"{T}=2 with actor_rollout_ref.model.use_rem"),
+        ([f"{P}=2", f"{T}=2"], f"{P}=2 with {T}=2: stages go with fsdp_size alone"),
+        ([f"{P}=2", f"{A}.ulysses_sequence_parallel_size=2"], "stages go with fsdp_size alone"),
+        ([f"{P}=2", f"{A}.fsdp_config.context_parallel_size=2"], "stages go with fsdp_size alone"),
+        ([f"{P}=2", f"{A}.fsdp_config.expert_parallel_size=2"], "stages go with fsdp_size alone"),
+        ([f"{P}=2", "actor_rollout_ref.model.lora_rank=4"], f"{P}=2 with actor_rollout_ref.model.lora_rank=4: not av"),
+        ([f"{P}=2", f"{A}.use_torch_compile=true"], f"{P}=2 with {A}.use_torch_compile=True: not available"),
+        ([f"{P}=2", f"{A}.use_kl_loss=true", f"{A}.kl_loss_type=full"], f"{P}=2 with {A}.kl_loss_type=full: it comp"),
+        ([f"{P}=2", f"{K}=true"], f"{P}=2 with {K}=True: routes are those of all layers"),
+        ([f"{P}=2", f"{A}.router.z_loss_coef=1"], "losses are those of all layers"),
         ([f"{T}=0"], "tensor_parallel_size=0: must be at least 1"),
         ([f"{A}.rl_loss_coef=0"], "nothing would be trained"),
         ([f"{A}.router_replay.mode=R3"], f"{A}.router_replay.mode=R3 with {K}=False: it replays the rollout engine's"),

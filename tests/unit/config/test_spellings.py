@@ -201,7 +201,6 @@ def test_what_asks_for_nothing_else_is_dropped_with_a_warning(key, value):
         ("skip.rollout.steps", [1]),
         ("actor_rollout_ref.model.lora.dropout", 1.0),
         (f"{A}.pad_to_length", True),
-        (f"{F}.pipeline_parallel_size", 4),  # asked for by name, as no Megatron script does
         (f"{A}.megatron.override_transformer_config.moe_aux_loss_coeff", 0.01),
         (f"{A}.megatron.override_transformer_config.num_moe_experts", 4),
         (f"{A}.optim.min_lr", 1e-7),

@@ -5,7 +5,7 @@ from verl_like.config.batch_plan import two_policies
 from verl_like.config.mesh import tokens_apart, tokens_together
 from verl_like.config.micro_batches import Cut, cuts
 from verl_like.config.ppo import PPOConfig
-from verl_like.config.roles import every_role, needs_reference, roles_of
+from verl_like.config.roles import compares_in_driver, every_role, needs_reference, roles_of
 from verl_like.config.rollout import NEUTRAL, distortions
 from verl_like.config.rule import Findings, idle, rule
 from verl_like.config.schema import get_value
@@ -53,12 +53,52 @@ def tensor_parallel_role(config: PPOConfig) -> Findings:
             yield (role.tensor_key, f"{role.model_section}.{_PACKED}"), "it works on packed tokens; set it to True"
 
 
+_ROUTES = (f"{_ACTOR}.router_replay.mode", "actor_rollout_ref.rollout.enable_rollout_routing_replay")
+_COMPARED = (f"{_ACTOR}.kl_loss_type", "algorithm.kl_penalty", "distillation.distillation_loss.loss_mode")
+_WITHOUT_STAGES = ("lora_rank", "enable_activation_offload")
+
+
+@rule(
+    *(role.pipe_key for role in _ROLES),
+    *dict.fromkeys(
+        key for role in _ROLES for key in (role.tensor_key, role.ulysses_key, role.context_key, role.expert_key)
+    ),
+    *dict.fromkeys(f"{role.model_section}.{name}" for role in _ROLES if role.optim for name in _WITHOUT_STAGES),
+    *(f"{section}.use_torch_compile" for section in (_ACTOR, _REF)),
+    *_ROUTES,
+    *_COMPARED,
+)
+def pipeline_parallel_role(config: PPOConfig) -> Findings:
+    """Stages of a role go with FSDP alone: no other parallel size, no LoRA, no routes, no exact divergence."""
+    policy, with_stages = config.actor_rollout_ref, [r for r in roles_of(config).values() if r.mesh(1).pipe > 1]
+    for role in with_stages:
+        sizes = {role.tensor_key: role.tensor, role.ulysses_key: role.ulysses, role.context_key: role.context}
+        for key, size in (sizes | {role.expert_key: role.fsdp.expert_parallel_size}).items():
+            if size > 1:
+                yield (role.pipe_key, key), "stages go with fsdp_size alone; set one to 1"
+        for name in _WITHOUT_STAGES if role.optim is not None else ():
+            if getattr(role.model, name):
+                yield (role.pipe_key, f"{role.model_section}.{name}"), "not available with stages; leave one out"
+        if role.compile_blocks:
+            yield (role.pipe_key, f"{role.section}.use_torch_compile"), "not available with stages; set it to False"
+    of_policy = [role.pipe_key for role in with_stages if role.kind == "policy"][:1]
+    kinds = (policy.actor.use_kl_loss and policy.actor.kl_loss_type == "full", compares_in_driver(config))
+    for used, key in zip((*kinds, config.distillation.compares), _COMPARED, strict=True):
+        if of_policy and used:
+            yield (of_policy[0], key), "it compares whole heads, of which a stage has none; use another estimator"
+    replays = (policy.actor.router_replay.mode != ReplayMode.disabled, policy.rollout.enable_rollout_routing_replay)
+    for used, key in zip(replays, _ROUTES, strict=True):
+        if of_policy and used:
+            yield (of_policy[0], key), "routes are those of all layers; leave one out"
+
+
 _ROUTER = f"{_ACTOR}.router"
 _OF_ROUTERS = tuple(f"{_ROUTER}.{name}" for name in ("balance_loss_coef", "z_loss_coef", "bias_update_rate"))
 _WHOLE = (1, "scores are those of whole sequences; set it to 1")
 _UNFIT = {
     f"{_ACTOR}.ulysses_sequence_parallel_size": _WHOLE,
     f"{_ACTOR}.fsdp_config.context_parallel_size": _WHOLE,
+    f"{_ACTOR}.fsdp_config.pipeline_parallel_size": (1, "losses are those of all layers; set it to 1"),
     f"actor_rollout_ref.model.{_PACKED}": (True, "padding is routed as well; set it to True"),
     f"{_ACTOR}.use_torch_compile": (False, "scores are noted inside of layers; set it to False"),
 }

@@ -126,7 +126,7 @@ class Model:
         """Whole weights in the compute precision: the root and two layers, or all where they are kept."""
         keeps = not self.fsdp.reshard_after_forward or (self.alone and self.path.on_cpu)
         if keeps and (backward or self.alone or not self.path.on_cpu):
-            return float(self.path.c * self.shape.all_weights)
+            return float(self.path.c * self.shape.all_weights) / self.fsdp.pipeline_parallel_size
         return self.path.c * (self.shape.root_weights + 2 * self.layer())
 
     def last_layer(self) -> float:
@@ -307,7 +307,7 @@ def _tokens(config: PPOConfig, role: RoleConfig, name: str, processes: int, row:
     rule = role.passes[name].rule([], parallel)
     budget = max(rule.max_tokens, row) if rule.max_tokens is not None else (rule.max_sequences or 1) * row
     count = min(budget, rows * row)
-    return -(-count // role.ranks_per_row), -(-rows * row // count)
+    return -(-count // role.mesh(processes).parts_of_row), -(-rows * row // count)
 
 
 def _model(role: RoleConfig, shape: memory.Shape, machine: Machine, processes: int) -> Model:

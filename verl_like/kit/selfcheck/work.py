@@ -153,7 +153,7 @@ def about_objective(config: PPOConfig) -> str:
 _OLD_TEXT = {"given": "recomputed", "sampler": "of the sampler", "own": "of the update itself"}
 
 
-_OF_ROWS = ("context_parallel_size", "tensor_parallel_size")
+_OF_ROWS = ("context_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
 
 
 def left_out(config: PPOConfig) -> list[str]:
@@ -161,7 +161,7 @@ def left_out(config: PPOConfig) -> list[str]:
     policy, lines = config.actor_rollout_ref, []
     sizes = policy.actor.ulysses_sequence_parallel_size, *(getattr(policy.actor.fsdp_config, name) for name in _OF_ROWS)
     if max(sizes) > 1:
-        lines.append("not checked: ranks that share rows (Ulysses, context and tensor parallelism)")
+        lines.append("not checked: ranks that share rows (Ulysses, context, tensor and pipeline parallelism)")
     if policy.actor.fsdp_config.expert_parallel_size > 1:
         lines.append("not checked: experts handed out to ranks (expert_parallel_size)")
     return lines + unchecked_adapters(policy.model)
@@ -198,7 +198,7 @@ def float32(fsdp: FSDPConfig) -> FSDPConfig:
 
 
 def with_rows_apart(config: PPOConfig) -> PPOConfig:
-    """Copy without context, tensor and expert parallelism."""
+    """Copy without context, tensor, pipeline and expert parallelism."""
     policy, critic = config.actor_rollout_ref, config.critic
     alone = [
         dataclasses.replace(each, **dict.fromkeys(_OF_ROWS, 1), expert_parallel_size=1)

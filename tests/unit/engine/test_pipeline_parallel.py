@@ -1,0 +1,144 @@
+"""Layers in stages give what one rank's model gives: gradients, outputs, norms, steps, checkpoints, exports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.unit.engine import pipeline_scenarios as scenarios
+from tests.unit.engine import tiny
+from tests.unit.engine.pipeline_scenarios import Line
+from tests.unit.engine.tiny import assert_same, by_parameter
+from tests.unit.models import zoo
+from verl_like.config import FSDPConfig, ModelConfig
+from verl_like.models import loading, stages
+from verl_like.parallel.dist import ProcessInfo
+from verl_like.parallel.pipeline import order_of
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("stages")
+
+
+@pytest.fixture(scope="module")
+def paths(folder: Path) -> dict[str, str]:
+    return {
+        "plain": tiny.model_folder(folder / "plain", num_hidden_layers=3),
+        "tied": tiny.model_folder(folder / "tied", num_hidden_layers=4, tie_word_embeddings=True),
+        "experts": zoo.folder(folder / "experts", "qwen3_moe"),
+    }
+
+
+@pytest.fixture(scope="module")
+def one(process: ProcessInfo, paths: dict[str, str], folder: Path) -> dict[str, Any]:
+    return scenarios.everything(Line(process, 1), paths, str(folder / "one"), None)
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path, paths: dict[str, str], one: dict[str, Any]) -> list[dict[str, Any]]:
+    return tiny.spawn_ranks(2, scenarios.two, folder / "ranks2", paths, str(folder / "two"), str(folder / "one"))
+
+
+@pytest.fixture(scope="module")
+def four(folder: Path, paths: dict[str, str], two: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return tiny.spawn_ranks(4, scenarios.four, folder / "ranks4", paths, str(folder / "four"), str(folder / "two"))
+
+
+@pytest.fixture(scope="module", params=["two", pytest.param("four", marks=pytest.mark.engines)])
+def staged(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """What each rank says."""
+    return request.getfixturevalue(request.param)
+
+
+def test_gradients_are_one_ranks(one: dict[str, Any], staged: list[dict[str, Any]], paths: dict[str, str]) -> None:
+    ways = [key for key in one if key.startswith("gradients_")]
+    assert len(ways) == 2 * len(paths) + len(scenarios.WAYS) + 1
+    for rank in staged:
+        for key in ways:
+            by_parameter(rank[key], one[key], 1e-5)
+        for name in paths:
+            assert {tensor.dtype for tensor in rank[f"double_{name}"].values()} == {torch.float64}
+            by_parameter(rank[f"double_{name}"], one[f"double_{name}"], 1e-10)
+
+
+def test_outputs_norms_and_the_change_of_weights(
+    one: dict[str, Any], staged: list[dict[str, Any]], paths: dict[str, str]
+) -> None:
+    lines = len(staged) // 2
+    for number, rank in enumerate(staged):
+        for name, rows in one["outputs"].items():
+            torch.testing.assert_close(rank["outputs"][name], rows[number // 2 :: lines], rtol=0, atol=1e-5)
+    for name in paths:
+        for rank in staged:
+            norms = [step["grad_norm"] for step in rank[f"told_{name}"]]
+            assert norms == pytest.approx([step["grad_norm"] for step in one[f"told_{name}"]], rel=1e-5)
+            by_parameter(rank[f"change_{name}"], one[f"change_{name}"], 1e-3)
+        losses = [sum(rank[f"told_{name}"][i].get("pg_loss", 0) for rank in staged) for i in range(3)]
+        assert losses == pytest.approx([step["pg_loss"] for step in one[f"told_{name}"]], rel=1e-5)
+
+
+def test_a_checkpoint_goes_on_with_another_number_of_stages(
+    process: ProcessInfo, paths: dict[str, str], folder: Path, one: dict[str, Any], staged: list[dict[str, Any]]
+) -> None:
+    """Two ranks resume what one has saved, one and four what two have."""
+    for name in paths:
+        for rank in staged:
+            assert_same(rank[f"uninterrupted_{name}"], one[f"uninterrupted_{name}"], 1e-5)
+            assert_same(rank[f"resumed_{name}"], one[f"uninterrupted_{name}"], 1e-5)
+        again = scenarios.resumed(Line(process, 1), paths[name], str(folder / f"two_{name}"))
+        assert_same(again, one[f"uninterrupted_{name}"], 1e-5)
+
+
+def test_a_stage_holds_its_own_weights_and_exports_all(
+    one: dict[str, Any], two: list[dict[str, Any]], folder: Path
+) -> None:
+    held = [set(rank["held"]) for rank in two]
+    assert not held[0] & held[1] and held[0] | held[1] == set(one["held"])
+    assert all("layers.2" not in name for name in held[0]) and "hf.lm_head.weight" in held[1]
+    for name in ("plain", "tied", "experts"):
+        read = AutoModelForCausalLM.from_pretrained(folder / f"two_{name}" / "huggingface").state_dict()
+        expected = AutoModelForCausalLM.from_pretrained(folder / f"one_{name}" / "huggingface").state_dict()
+        assert_same(dict(read), dict(expected), 1e-5)
+
+
+@pytest.mark.engines
+def test_meshes_of_four_ranks(one: dict[str, Any], four: list[dict[str, Any]]) -> None:
+    """Two copies of the model in two stages each; four stages."""
+    for rank in four:
+        for name in ("copies", "stages"):
+            by_parameter(rank[f"{name}_gradients"], one["gradients_tied"], 1e-5)
+            assert rank[f"{name}_told"]["grad_norm"] == pytest.approx(one["told_tied"][0]["grad_norm"], rel=1e-5)
+
+
+def test_orders_of_passes() -> None:
+    """By hand, of two stages and three micro-batches; f and b are a forward pass and a backward pass."""
+
+    def told(schedule: str, stage: int, count: int = 3) -> str:
+        return " ".join("fb"[is_backward] + str(i) for is_backward, i in order_of(schedule, stage, 2, count))
+
+    assert told("1f1b", 0) == "f0 f1 b0 f2 b1 b2"
+    assert told("1f1b", 1) == "f0 b0 f1 b1 f2 b2"
+    assert told("gpipe", 0) == told("gpipe", 1) == "f0 f1 f2 b0 b1 b2"
+    assert told("1f1b", 0, 1) == "f0 b0"
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "size", "told"),
+    [
+        ("gemma2", {}, 2, "a 'gemma2' model is not cut into stages"),
+        ("qwen3", {}, 9, "the model has 2 layers; use as many stages at most"),
+        ("qwen3", {"lora_rank": 4}, 2, "with model.lora_rank=4: not available"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(tmp_path: Path, name: str, model: dict[str, Any], size: int, told: str) -> None:
+    config = ModelConfig(path=tiny.model_folder(tmp_path, name), **model)
+    key = "fsdp_config.pipeline_parallel_size"
+    with pytest.raises(ValueError, match=f"^{key}={size}.*{told}"):
+        stages.check_stages(
+            config, loading.load_hf_config(config), FSDPConfig(pipeline_parallel_size=size), key, trained=True
+        )

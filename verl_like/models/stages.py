@@ -1,0 +1,62 @@
+"""Stages of pipeline parallelism: which part of a model belongs to which, and which models can have them.
+
+A stage is what the Hugging Face model computes where the other stages' layers hand their input on (`Absent`): embedding
+with the first, final norm and output head with the last, layers in equal numbers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+from transformers import PretrainedConfig
+
+from verl_like.models import families
+from verl_like.models.heads import TokenModel
+
+if TYPE_CHECKING:
+    from verl_like.config import FSDPConfig, ModelConfig
+
+# Models whose backbone is embedding, layers and norm, one after the other, and whose layers take nothing else from it
+# but positions and masks. The rest may do so too; only these were compared with the whole model.
+KINDS = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+
+
+def check_stages(model: ModelConfig, config: PretrainedConfig, fsdp: FSDPConfig, key: str, *, trained: bool) -> None:
+    """Check that the model can be cut into the stages asked for.
+
+    Raises ValueError, naming `key`, where it cannot.
+    """
+    size, kind = fsdp.pipeline_parallel_size, config.model_type
+    if size == 1:
+        return
+    if kind not in KINDS:
+        raise ValueError(
+            f"{key}={size}: a {kind!r} model is not cut into stages (only {', '.join(KINDS)}); set it to 1"
+        )
+    if size > config.num_hidden_layers:
+        raise ValueError(f"{key}={size}: the model has {config.num_hidden_layers} layers; use as many stages at most")
+    if trained and model.lora_rank > 0:
+        raise ValueError(f"{key}={size} with model.lora_rank={model.lora_rank}: not available; set one to 1 or 0")
+    if fsdp.wrap_policy.transformer_layer_cls_to_wrap or fsdp.wrap_policy.min_num_params:
+        raise ValueError(
+            f"{key}={size}: stages are cut between decoder layers; leave {key.rpartition('.')[0]}.wrap_policy out"
+        )
+
+
+def parts(model: TokenModel, count: int) -> dict[str, frozenset[int]]:
+    """Name the parts of the model and the stages that hold them; a tied embedding is held by the first and the last."""
+    body, head, last = families.backbone(model.hf), model.hf.get_output_embeddings(), count - 1
+    embedding = model.hf.get_input_embeddings()
+    tied = head is not None and head.weight is embedding.weight
+    found: dict[str, frozenset[int]] = {}
+    names = {id(module): name for name, module in model.named_modules()}
+    for child in (*body.children(), *(child for child in model.hf.children() if child is not body)):
+        name = names[id(child)]
+        if child is embedding:
+            found[name] = frozenset({0, last} if tied else {0})
+        elif isinstance(child, nn.ModuleList):
+            found |= {f"{name}.{i}": frozenset({i * count // len(child)}) for i in range(len(child))}
+        elif any(True for _ in child.parameters()):
+            found[name] = frozenset({last})
+    return found
