@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from verl_like.config.base import ConfigNode, above, at_least, between, key, require
+from verl_like.config.base import ConfigNode, above, at_least, between, key, one_of, require
 
 
 @dataclass(kw_only=True, slots=True)
@@ -18,6 +18,10 @@ class ServeConfig(ConfigNode):
     and the same tenant, whatever key it sends."""
     model_name: str | None = None
     """Name of the base model to clients. Null: model.path."""
+    isolation: str = key("exact", one_of("exact", "shared"))
+    """exact: every request is a pass of its own, and a client gets, bit for bit, what it would get alone. shared:
+    forward_backward requests that wait go through the base together, samples into one batch: more tokens a second, and
+    numbers that differ in the last digits from those alone."""
     lora_alpha: float = key(32.0, above(0))
     """Numerator of every adapter's scale, alpha / rank; clients ask for ranks alone."""
     max_lora_rank: int = key(128, at_least(1))
@@ -29,6 +33,11 @@ class ServeConfig(ConfigNode):
     """Largest body of a request."""
     max_queued: int = key(1024, at_least(1), unit="requests")
     """Requests of one tenant that may wait; further ones are sent back, and come again later."""
+    max_queued_megabytes: int = key(1024, at_least(1), unit="MB")
+    """Size of these together."""
+    max_models: int = key(64, at_least(1), unit="models")
+    """Models in memory, of all tenants. One more, and the one that was used longest ago leaves: its next request loads
+    its state, and computes again what was done since."""
     session_timeout: float = key(600.0, above(0), unit="s")
     """A session whose client has been silent for so long ends: what waits is dropped, its models leave the memory."""
 

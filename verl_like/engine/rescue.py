@@ -146,6 +146,11 @@ class Rescue:
         if self._sharding.reduces_the_rest and not self._alone and all_reduce_max(int(failed)):
             raise OutOfMemory("the last micro-batch's backward pass")
 
+    def forget(self) -> None:
+        """Begin the next pass with micro-batches of the size that was asked for."""
+        self._most.clear()
+        self._apart.clear()
+
     def metrics(self) -> dict[str, Metric]:
         """Metrics once memory ran out.
 

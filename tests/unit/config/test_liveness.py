@@ -32,6 +32,7 @@ SAMPLES: dict[str, Any] = {
     "trainer.mode": "colocate_async",
     "trainer.objective": "sft",
     "preference.loss": "kto",
+    "serve.isolation": "shared",
     "async_training.beyond": "drop",
     "trainer.prometheus_host": "0.0.0.0",
     "trainer.prometheus_port": 9090,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,7 +18,7 @@ import numpy as np
 from aiohttp.test_utils import TestClient, TestServer
 
 from verl_like.plugins.tinker_server.adapters import AdapterSpec
-from verl_like.plugins.tinker_server.engine import Answer, Prompt, Row
+from verl_like.plugins.tinker_server.engine import Answer, Prompt, Result, Work
 from verl_like.plugins.tinker_server.prompts import Limits
 from verl_like.plugins.tinker_server.server import application
 from verl_like.plugins.tinker_server.service import Service
@@ -37,8 +37,12 @@ LIMITS = Limits(
     max_rank=8,
     checkpoint_freq=2,
     max_queued=50,
+    max_queued_bytes=2**20,
+    max_models=9,
     session_timeout=600.0,
+    shared={},
 )
+SHARED = {"forward": 1000, "forward_backward": 1000, "sample": 1000}  # Limits.shared where tenants share passes
 LORA = {"rank": 4, "seed": 3, "train_mlp": True, "train_attn": True, "train_unembed": True}
 Key = str
 
@@ -61,6 +65,7 @@ class FakeEngines:
         self._error_at, self._dead = error_at, dead
         self.models: dict[str, tuple[str, str]] = {}
         self.calls: list[str] = []
+        self.shared: list[int] = []  # requests of each pass and each batch of samples
         self._kill_at = kill_at
 
     def _done(self, what: str, before: bool) -> None:
@@ -99,17 +104,23 @@ class FakeEngines:
     def drop_gradient(self, model: str) -> None:
         self.models[model] = (self.models[model][0], "")
 
-    def forward_backward(
-        self, model: str, rows: Sequence[Row], loss: str, settings: Mapping[str, float], *, backward: bool, seed: int
-    ) -> tuple[list[Any], dict[str, float]]:
+    def forward_backward(self, asked: Sequence[Work], *, backward: bool, seed: int) -> list[Result]:
+        if len(asked) > 1 and any(13 in row.ids for each in asked for row in each.rows):
+            raise FloatingPointError("13 is not finite, and nothing was added")
         self._done("pass", True)
-        weights, gradient = self.models[model]
-        told = mixed(weights, loss, sorted(settings.items()), [row.ids.tolist() for row in rows], seed)
-        if backward:
-            self.models[model] = (weights, mixed(gradient, told))
+        self.shared.append(len(asked))
+        found: list[Result] = []
+        for each in asked:
+            weights, gradient = self.models[each.model]
+            told = mixed(weights, each.loss, sorted(each.settings.items()), [row.ids.tolist() for row in each.rows])
+            if backward:
+                self.models[each.model] = (weights, mixed(gradient, told))
+            value = int(told[:6], 16)
+            found.append(
+                ([np.full(row.targets.shape, -value, np.float32) for row in each.rows], {"loss:sum": float(value)})
+            )
         self._done("pass", False)
-        value = int(told[:6], 16)
-        return [np.full(row.targets.shape, -value, np.float32) for row in rows], {"loss:sum": float(value)}
+        return found
 
     def optim_step(self, model: str, params: dict[str, float]) -> dict[str, float]:
         self._done("step", True)
@@ -118,9 +129,13 @@ class FakeEngines:
         self._done("step", False)
         return {"grad_norm:mean": float(int(self.models[model][0][:6], 16))}
 
-    def sample(self, name: str, folder: Path | None, prompt: Prompt) -> Answer | None:
+    def sample(self, asked: Sequence[tuple[str, Path | None, Prompt]]) -> list[Answer | None]:
         if self._dead:
             raise RolloutError("the rollout engine has stopped: a test")
+        self.shared.append(len(asked))
+        return [self._sampled(folder, prompt) for _, folder, prompt in asked]
+
+    def _sampled(self, folder: Path | None, prompt: Prompt) -> Answer:
         weights = "base" if folder is None else json.loads((folder / "weights.json").read_text())["weights"]
         told = mixed(weights, prompt.ids, prompt.seed)
         ids = np.array([int(told[i : i + 2], 16) % 100 for i in range(0, 8, 2)], np.int32)

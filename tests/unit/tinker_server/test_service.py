@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.tinker_server.fake import Running, Tenant, pass_body, run, running
+from tests.unit.tinker_server.fake import SHARED, Running, Tenant, pass_body, run, running
 from verl_like.plugins.tinker_server.fair import FairQueue, Job
 from verl_like.plugins.tinker_server.store import Store
 from verl_like.rollout.rollout_engine import RolloutError
@@ -105,6 +106,122 @@ def test_a_killed_server_goes_on_as_if_nothing_was(acts: list[int], call: int, w
 
     with tempfile.TemporaryDirectory() as folder:
         run(killed(Path(folder)))
+
+
+async def send(tenants: list[Tenant], scripts: list[list[int]]) -> list[list[tuple[str, Any]]]:
+    """Send all of several scripts in turns while the engines are held, so that requests meet; return what was sent."""
+    for tenant in tenants:
+        await tenant.act("snapshot")
+    held = threading.Event()
+    tenants[0].server.service._thread.submit(held.wait)
+    try:
+        sent: list[list[tuple[str, Any]]] = [[] for _ in tenants]
+        for number in range(max(map(len, scripts), default=0)):
+            for tenant, script, bodies in zip(tenants, scripts, sent, strict=True):
+                for each in script[number : number + 1]:
+                    bodies.append(tenant.body_of(ACTS[each % len(ACTS)], each))
+                    await tenant.call(*bodies[-1])
+    finally:
+        held.set()
+    return sent
+
+
+async def told(tenant: Tenant, sent: list[tuple[str, Any]]) -> tuple[list[Any], tuple[str, str]]:
+    """What came of all that was sent (which is sent again), and the weights in the end."""
+    found = [plain(await tenant.result(await tenant.call(*each)), tenant) for each in sent]
+    await tenant.act("forward", 1)  # which brings the model into memory, where nothing else did
+    return found, tenant.weights()
+
+
+@settings(max_examples=30, deadline=None)
+@given(ann=scripts, bob=scripts, kill=st.tuples(st.integers(4, 20), st.booleans()), most=st.sampled_from([20, 1000]))
+def test_who_shares_passes_gets_what_each_gets_alone(
+    ann: list[int], bob: list[int], kill: tuple[int, bool], most: int
+) -> None:
+    """Also where the server is killed in between, where a pass breaks off for one of them, and where few fit in."""
+
+    async def go(folder: Path) -> None:
+        expected = []
+        for name, acts in (("ann", ann), ("bob", bob)):
+            async with running(folder / name) as server:
+                tenant = await Tenant(server).begin()
+                expected.append(await told(tenant, (await send([tenant], [acts]))[0]))
+        shared = dict.fromkeys(SHARED, most)
+        async with running(folder / "state", keys=KEYS, shared=shared, max_models=1, kill_at=kill) as server:
+            tenants = [await Tenant(server, key).begin() for key in KEYS.values()]
+            sent = await send(tenants, [ann, bob])
+            idle = asyncio.ensure_future(asyncio.gather(*(map(told, tenants, sent))))
+            await asyncio.wait({idle, server.service.tasks[0]}, return_when="FIRST_COMPLETED")
+            idle.cancel()
+            SHARING.append(max(server.engines.shared, default=0))
+        async with running(folder / "state", keys=KEYS, shared=shared) as server:
+            for tenant in tenants:  # their numbers go on behind those that may have been asked for before the kill
+                last = "SELECT coalesce(max(seq), 0) FROM requests WHERE model = ?"
+                tenant.server, tenant.seq = server, server.service.store.value(last, tenant.model)
+            assert [await told(*each) for each in zip(tenants, sent, strict=True)] == expected
+
+    with tempfile.TemporaryDirectory() as folder:
+        run(go(Path(folder)))
+
+
+SHARING: list[int] = []
+
+
+def test_passes_were_shared() -> None:
+    assert max(SHARING) > 2, "of the examples before"
+
+
+def test_requests_that_ended_a_server_are_computed_alone(tmp_path: Path) -> None:
+    async def go() -> None:
+        for start, kill in enumerate([(3, True), None]):
+            async with running(tmp_path, keys=KEYS, shared=SHARED, kill_at=kill) as server:
+                if not start:
+                    tenants = [await Tenant(server, key).begin() for key in KEYS.values()]
+                    held = threading.Event()
+                    server.service._thread.submit(held.wait)
+                    futures = [await each.call(*each.body_of("pass", 1)) for each in tenants for _ in range(2)]
+                    held.set()
+                    await asyncio.wait(server.service.tasks[:1], timeout=10)
+                    assert server.engines.shared == [1, 3]
+                else:
+                    for tenant, future in zip([*tenants, *tenants], futures[::2] + futures[1::2], strict=True):
+                        tenant.server = server
+                        assert isinstance(await tenant.result(future), bytes)
+                    assert set(server.engines.shared) == {1}
+
+    run(go())
+
+
+def test_models_that_are_many_leave_memory_and_come_back(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with running(tmp_path, max_models=2) as server:
+            tenants = [await Tenant(server).begin() for _ in range(3)]
+            for _ in range(2):
+                for tenant in tenants:
+                    await tenant.act("pass", 1)
+                    assert len(server.engines.models) <= 2
+            await tenants[0].act("step", 0)
+            found = tenants[0].weights()
+        async with running(tmp_path / "alone") as server:
+            tenant = await Tenant(server).begin()
+            for each in ("pass", "pass", "step"):
+                await tenant.act(each, int(each == "pass"))
+            assert tenant.weights() == found
+
+    run(go())
+
+
+def test_bodies_that_wait_are_bounded(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with running(tmp_path, keys=KEYS, max_queued_bytes=300) as server:
+            ann, bob = [await Tenant(server, key).begin() for key in KEYS.values()]
+            ann.seq += 1  # the first never comes, so all others wait
+            sizes = [ann.body_of("pass", 1) for _ in range(5)]
+            statuses = [(await server.post(*each, ann.key))[0] for each in sizes]
+            assert statuses[0] == 200 and statuses[-1] == 429
+            assert "metrics" in await bob.act("step")
+
+    run(go())
 
 
 def test_requests_of_a_model_are_computed_by_their_numbers(tmp_path: Path) -> None:
@@ -214,13 +331,13 @@ def test_who_has_had_least_is_next() -> None:
 
     for number in range(6):
         put("ann", number, cost=10)
-    taken = [queue.pop().request for _ in range(3)]
+    taken = [queue.pop()[0].request for _ in range(3)]
     for number in range(4):
         put("bob", number, cost=5)
-    taken += [job.request for _ in range(7) if (job := queue.pop()) is not None]
+    taken += [queue.pop()[0].request for _ in range(7)]
     # bob begins where ann is, not 30 tokens behind her, and gets two of 5 for each of her 10
     assert taken == ["ann0", "ann1", "ann2", "bob0", "bob1", "ann3", "bob2", "bob3", "ann4", "ann5"]
-    assert queue.pop() is None
+    assert queue.pop() == []
 
 
 @pytest.mark.parametrize("limit", [3])

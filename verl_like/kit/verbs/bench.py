@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("memory", "memory", "the memory forecast beside measured peaks, ten configurations", memory, files)
     add("agents", "agents", "conversations with a slow tool, beside the longest alone", agents, files, overrides)
     add("gateway", "gateway", "what a request over the gateway costs the driver", gateway, files)
+    add("serve", "serve", "ten clients of the Tinker server beside one with the same work", serve, files, overrides)
     add("driver", "driver", "the driver's own work of a step, without models", driver, files)
     add("learn", "learn", "time to an accuracy: GRPO, distillation, SFT from one start", learn, files, overrides)
     add("packing", "packing", "how full micro-batches are", packing, files)
@@ -176,6 +177,18 @@ def gateway(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sessions", type=positive, default=200, help="at once")
     parser.add_argument("--turns", type=positive, default=5, help="requests of each, one after the other")
     parser.add_argument("--hostile-s", type=positive, default=25, help="seconds for which a hostile client waits")
+
+
+def serve(parser: argparse.ArgumentParser) -> None:
+    """The clients, and a round of each."""
+    parser.add_argument("--model", choices=sorted(MODELS), default="cpu", help="shape of the base")
+    parser.add_argument("--clients", type=positive, default=10, help="at once, each with a model of its own")
+    parser.add_argument("--rows", type=positive, default=4, help="of a client's pass, and its samples")
+    parser.add_argument("--length", type=positive, default=128, help="tokens of a row")
+    parser.add_argument("--tokens", type=positive, default=32, help="of a sample")
+    parser.add_argument("--rank", type=positive, default=16, help="of the adapters")
+    parser.add_argument("--rounds", type=positive, default=3, help="measured rounds, after one that warms up")
+    parser.add_argument("--threads", type=positive, default=None, help="threads (default: torch's)")
 
 
 def driver(parser: argparse.ArgumentParser) -> None:

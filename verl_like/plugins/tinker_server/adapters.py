@@ -11,7 +11,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -47,12 +47,15 @@ class AdapterSpec:
 class Places:
     """The linear layers of a base model by kind of target, with their sizes (out, in).
 
-    Hooks behind them add whatever adapter is `active`. hf: the model, which keeps its layers as they are. head: False
+    Hooks behind them add whatever adapters are `active`. hf: the model, which keeps its layers as they are. head: False
     where the output head is not called as a layer.
     """
 
     def __init__(self, hf: PreTrainedModel, *, head: bool) -> None:
-        self._active: Adapter | None = None
+        self._active: Sequence[Adapter | None] = ()
+        self._owner_R = self._order_R = self._back_R = torch.zeros(0, dtype=torch.int64)
+        self._counts: list[int] = []
+        self._joined: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
         self._is_moe = bool(stacks_of(hf)[0])
         output = hf.get_output_embeddings()
         tower = {part for name, part in hf.named_modules() if "visual" in name.split(".") or "vision" in name}
@@ -87,23 +90,61 @@ class Places:
         return names
 
     @contextmanager
-    def active(self, adapter: Adapter | None) -> Iterator[None]:
-        """Add this adapter inside; None: the base model."""
-        self._active = adapter
+    def active(self, adapters: Sequence[Adapter | None]) -> Iterator[None]:
+        """Add these adapters inside, each to its own rows (`arrange`) where they are several; None: the base model."""
+        self._active = adapters
         try:
             yield
         finally:
-            self._active = None
+            self._active, self._joined = (), {}
+
+    def arrange(self, owner_R: Tensor, device: torch.device) -> None:
+        """Say of each row of the next inputs which of the active adapters is its own, int64.
+
+        Rows are the flattened tokens of a packed input, or the sequences of a padded one.
+        """
+        order_R = torch.argsort(owner_R, stable=True)
+        self._counts = torch.bincount(owner_R, minlength=len(self._active)).tolist()
+        self._owner_R, self._order_R = owner_R.to(device), order_R.to(device)
+        self._back_R = torch.argsort(order_R).to(device)
 
     def _hook(self, name: str) -> Callable[[nn.Module, Any, Tensor], Tensor | None]:
         def add(_: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor | None:
-            pair = None if self._active is None else self._active.pairs.get(name)
-            if self._active is None or pair is None:
+            if not any(adapter is not None and name in adapter.pairs for adapter in self._active):
                 return None
-            a_rI, b_Or = (part.to(inputs[0].dtype) for part in pair)
-            return output + functional.linear(functional.linear(inputs[0], a_rI), b_Or) * self._active.scale
+            if len(self._active) == 1:
+                return output + _change(self._active[0], name, inputs[0], output)
+            rows = inputs[0].reshape(len(self._order_R), -1, inputs[0].shape[-1])
+            if not torch.is_grad_enabled():  # little to compute: few calls count
+                return output + self._joint_change(name, rows).view_as(output)
+            parts = zip(self._active, rows.index_select(0, self._order_R).split(self._counts), strict=True)
+            changes = torch.cat([_change(adapter, name, part, output) for adapter, part in parts])
+            return output + changes.index_select(0, self._back_R).view_as(output)
 
         return add
+
+    def _joint_change(self, name: str, rows: Tensor) -> Tensor:
+        """Multiply by the matrices of all adapters at once, between which each row keeps what is its own's.
+
+        They must be finite: 0 times infinity is no number.
+        """
+        if name not in self._joined:
+            found = [(i, each) for i, each in enumerate(self._active) if each is not None and name in each.pairs]
+            a_rI = torch.cat([each.pairs[name][0] for _, each in found]).to(rows.dtype)
+            b_Or = torch.cat([each.pairs[name][1] * each.scale for _, each in found], 1).to(rows.dtype)
+            owner_r = torch.cat([self._owner_R.new_full((each.spec.rank,), i) for i, each in found])
+            self._joined[name] = a_rI, b_Or, owner_r
+        a_rI, b_Or, owner_r = self._joined[name]
+        low = functional.linear(rows, a_rI)
+        return functional.linear(low.where(self._owner_R[:, None, None] == owner_r, 0), b_Or)
+
+
+def _change(adapter: Adapter | None, name: str, inputs: Tensor, output: Tensor) -> Tensor:
+    """Compute what an adapter adds to the output of a layer; numbers of other rows have no part in it, not even NaN."""
+    if adapter is None or name not in adapter.pairs:
+        return output.new_zeros(*inputs.shape[:-1], output.shape[-1])
+    a_rI, b_Or = (part.to(inputs.dtype) for part in adapter.pairs[name])
+    return functional.linear(functional.linear(inputs, a_rI), b_Or) * adapter.scale
 
 
 class Adapter:
@@ -146,8 +187,13 @@ class Adapter:
     def take_gradients(self) -> None:
         """Add the gradients of a whole pass to those before it."""
         new = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.parameters()]
-        self.gradients = new if self.gradients is None else torch._foreach_add(self.gradients, new)
+        self.gradients = new if self.gradients is None else [*torch._foreach_add(self.gradients, new)]
         self.drop_pass()
+
+    def is_finite(self) -> bool:
+        """Return True where the gradients of this pass are numbers; of an adapter that is not trained, its weights."""
+        parts = self.parameters() if self.optimizer is None else [p.grad for p in self.parameters()]
+        return all(part is None or bool(part.isfinite().all()) for part in parts)
 
     def drop_pass(self) -> None:
         """Forget the gradients of a pass that broke off."""

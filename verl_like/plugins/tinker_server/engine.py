@@ -1,15 +1,16 @@
 """The two engines behind the protocol: one that trains, one that samples, each with one copy of the base model.
 
-Whose adapter acts is chosen for each call (adapters.py). What a call computes depends on its arguments and that adapter
-alone: rows of two requests never share a pass, random numbers come from the request's seed.
+Whose adapter acts is chosen for each call (adapters.py). A call with one request depends on its arguments and that
+adapter alone: random numbers come from the request's seed. Requests that are given together share a pass of the base.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,26 +21,33 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from verl_like.batch import Denominators, Experience, Metric, tokens
+from verl_like.batch import Denominators, Experience, Metric, Sequences, tokens
 from verl_like.config import PPOConfig
 from verl_like.config.micro_batches import MicroBatchRule
 from verl_like.config.roles import ACTOR, every_role
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.engine.microbatch import Objective
+from verl_like.flat_columns import on_rows
 from verl_like.models import blocks
 from verl_like.models.heads import TOP_IDS, TOP_LOG_PROBS, PolicyModel
 from verl_like.models.loading import load_hf_config
+from verl_like.models.packing import ModelInput
+from verl_like.models.vision import VisionInput
 from verl_like.parallel.dist import init_distributed, shutdown_distributed
 from verl_like.plugins.tinker_server.adapters import Adapter, AdapterSpec, Places
 from verl_like.plugins.tinker_server.losses import LOSSES
-from verl_like.rollout.build import build_rollout_engine
+from verl_like.rollout.base import EngineSpec
+from verl_like.rollout.build import rollout_dtype
 from verl_like.rollout.hf import HFRolloutEngine
+from verl_like.rollout.hf_batch import Batch
 from verl_like.rollout.rollout_engine import GenerationRequest, SamplingParams, request_seed
 
 _CHOSEN = "chosen_log_probs"
 _ONE = Denominators(num_tokens=1, num_sequences=1, max_response_length=1)  # losses are sums
 _MOST_SNAPSHOTS = 32  # adapters of sampling clients that stay in memory; others are read again
+_NOT_FINITE = "a number of a pass that several models share is not finite"
 Columns = Mapping[str, NDArray[Any]]
+Result = tuple[list[NDArray[np.float32]], dict[str, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +60,16 @@ class Row:
     ids: NDArray[np.int32]
     targets: NDArray[np.int32]
     columns: Columns = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Rows of one request, and the loss that they are for: its name in LOSSES, and its numbers."""
+
+    model: str
+    rows: Sequence[Row]
+    loss: str
+    settings: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,22 +104,42 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pass(Experience):
-    """Rows of one request. weights_T: [T, K]; the others of Experience's columns are [T]."""
+    """Rows of requests. weights_T: [T, K]; the others of Experience's columns are [T]. owner_B: numbers of adapters."""
 
     weights_T: Tensor | None = tokens(default=None)
     clip_low_T: Tensor | None = tokens(default=None)
     clip_high_T: Tensor | None = tokens(default=None)
     place_B: Tensor  # int64
+    owner_B: Tensor
 
 
 class _Recorded:
-    """Loss function of the engine, which also keeps the log-probs that it saw, by place of the row."""
+    """Loss function of the engine, a sum over requests.
+
+    It also keeps the log-probs that it saw, by place of the row, and the losses by request.
+    """
 
     wants = frozenset({_CHOSEN})
 
-    def __init__(self, loss: str, settings: Mapping[str, float]) -> None:
-        self._loss, self._settings = LOSSES[loss], settings
+    def __init__(self, asked: Sequence[Work]) -> None:
+        self._asked = asked
+        self._request_B = torch.arange(len(asked)).repeat_interleave(torch.tensor([len(each.rows) for each in asked]))
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what a pass that broke off gave."""
         self.log_probs: dict[int, Tensor] = {}
+        self.losses = [0.0] * len(self._asked)
+
+    def is_finite(self) -> bool:
+        """Return True where all losses are numbers."""
+        return all(map(math.isfinite, self.losses))
+
+    def results(self) -> list[Result]:
+        """Log-probs [T, K] of each row's targets and the metrics, by request, after a whole pass."""
+        rows = iter(row for _, row in sorted(self.log_probs.items()))
+        parts = [[next(rows)[:, : row.targets.shape[1]].numpy() for row in each.rows] for each in self._asked]
+        return [(part, {"loss:sum": loss}) for part, loss in zip(parts, self.losses, strict=True)]
 
     def __call__(
         self, outputs: dict[str, Tensor], experience: Experience, denominators: Denominators
@@ -113,14 +151,18 @@ class _Recorded:
             experience.place_B.tolist(), experience.response_length_B.tolist(), p_bRK.detach().cpu(), strict=True
         ):
             self.log_probs[place] = p_RK[:length]
-        columns: dict[str, Any] = {
-            name: torch.tensor(value, device=p_bRK.device) for name, value in self._settings.items()
-        }
-        for name, field in _COLUMNS.items():
-            if (value := getattr(experience, f"{field}_BR")) is not None:
-                columns[name] = value if value.ndim == 3 else value[..., None]
-        loss = self._loss.of_tokens(p_bRK, columns).sum()
-        return loss, {"loss": Metric(value=float(loss.detach()), reduction="sum")}
+        loss, request_b = p_bRK.new_zeros(()), self._request_B[experience.place_B]
+        for number in request_b.unique().tolist():
+            asked, mine = self._asked[number], (request_b == number).nonzero()[:, 0].to(p_bRK.device)
+            width = max(row.targets.shape[1] for row in asked.rows)
+            columns: dict[str, Any] = {n: torch.tensor(v, device=p_bRK.device) for n, v in asked.settings.items()}
+            for name in asked.rows[0].columns:
+                value = getattr(experience, f"{_COLUMNS[name]}_BR")[mine]
+                columns[name] = value[..., :width] if value.ndim == 3 else value[..., None]
+            own = LOSSES[asked.loss].of_tokens(p_bRK[mine][..., :width], columns).sum()
+            self.losses[number] += float(own.detach())
+            loss = loss + own
+        return loss, {}
 
 
 _COLUMNS = {
@@ -133,7 +175,9 @@ _COLUMNS = {
 
 
 class _Trained(FSDPEngine):
-    """Training engine whose base is frozen: gradients go to whatever adapter acts."""
+    """Training engine whose base is frozen: gradients go to whatever adapters act."""
+
+    _acting: Sequence[Adapter | None] = ()
 
     def __init__(self, config: PPOConfig, process: Any, tokenizer_size: int, seed: int) -> None:
         role = every_role(config)[ACTOR]
@@ -147,34 +191,85 @@ class _Trained(FSDPEngine):
         self._head = self.places.kinds["train_unembed"][0] if self.places.kinds["train_unembed"] else ""
 
     @contextmanager
-    def adapted(self, adapter: Adapter | None, seed: int) -> Iterator[PolicyModel]:
-        """Let an adapter act inside, with random numbers of its own."""
+    def adapted(self, adapters: Sequence[Adapter | None], seed: int) -> Iterator[PolicyModel]:
+        """Let adapters act inside, each on its own rows, with random numbers of their own."""
         model = self.model
         assert isinstance(model, PolicyModel)
-        pair = None if adapter is None else adapter.pairs.get(self._head)
-        model.low_rank = None if pair is None or adapter is None else (*pair, adapter.scale)
-        with self.places.active(adapter), torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+        self._acting = adapters
+        self._rescue.forget()  # what ran out of memory before was another's
+        model.low_rank = self._of_head(None)
+        with self.places.active(adapters), torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(seed)
             try:
                 yield model
             finally:
                 model.low_rank = None
 
-    def gradient(self, batch: Experience, objective: Objective, adapter: Adapter) -> list[dict[str, Metric]]:
-        """Add the gradient of a request to the adapter's, whole or not at all."""
+    def _of_head(self, owner_N: Tensor | None) -> tuple[Tensor, Tensor, Any] | None:
+        """Join the adapters' pairs at the output head side by side: a token's scale is 0 at those of others."""
+        found = [(i, each) for i, each in enumerate(self._acting) if each is not None and self._head in each.pairs]
+        if not found:
+            return None
+        if owner_N is None:
+            return *found[0][1].pairs[self._head], found[0][1].scale
+        pairs = [each.pairs[self._head] for _, each in found]
+        scale_Nr = [(owner_N == i)[:, None].float().expand(-1, each.spec.rank) * each.scale for i, each in found]
+        a_rH, b_Vr = torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs], 1)
+        return a_rH, b_Vr, torch.cat(scale_Nr, 1).to(self.device)
+
+    def _model_input(self, rows: Sequences | None, *, notes_routes: bool = False) -> ModelInput:
+        """Make the input, and say whose each of its tokens is where several adapters act."""
+        inputs = super()._model_input(rows, notes_routes=notes_routes)
+        if len(self._acting) > 1 and isinstance(rows, _Pass):
+            owner_N = on_rows(rows.owner_B, rows.response_length_B)[inputs.out_N.cpu()]
+            owner_S = torch.zeros(inputs.input_ids.numel(), dtype=torch.int64)
+            owner_S[inputs.select_N.cpu()] = owner_N
+            self.places.arrange(owner_S, self.device)
+            assert isinstance(self.model, PolicyModel)
+            self.model.low_rank = self._of_head(owner_N)
+        return inputs
+
+    def gradient(self, batch: Experience, recorded: _Recorded, adapters: Sequence[Adapter]) -> None:
+        """Add the gradients of requests to those of their adapters, whole or not at all.
+
+        Raises FloatingPointError where several share the pass and a number is not finite: it may be others' too.
+        """
+
+        def dropped() -> None:
+            recorded.begin()
+            for adapter in adapters:
+                adapter.drop_pass()
 
         def attempt(rule: MicroBatchRule) -> list[dict[str, Metric]]:
-            adapter.drop_pass()
-            return self.accumulate(batch, objective, rule)
+            dropped()
+            return self.accumulate(batch, Objective(recorded, _ONE, 1.0), rule)
 
         try:
             with self._resident(optimizer=False):
-                metrics = self._rescue.repeated("update", self.rule, batch, attempt)
+                self._rescue.repeated("update", self.rule, batch, attempt)
+            finite = recorded.is_finite() and all(adapter.is_finite() for adapter in adapters)
+            if len(adapters) > 1 and not finite:
+                raise FloatingPointError(_NOT_FINITE)
         except BaseException:
-            adapter.drop_pass()
+            dropped()
             raise
-        adapter.take_gradients()
-        return metrics
+        for adapter in adapters:
+            adapter.take_gradients()
+
+
+class _Sampling(HFRolloutEngine):
+    """Sampling engine that says of each row of a step which adapter is its own."""
+
+    arrange: Callable[[Tensor, torch.device], None]
+
+    def __init__(self, spec: EngineSpec) -> None:
+        super().__init__(spec)
+        self.owners: dict[str, int] = {}  # by request, where several adapters act
+
+    def _forward(self, ids_bs: Tensor, positions_bs: Tensor, batch: Batch, images: VisionInput | None = None) -> Tensor:
+        if self.owners:
+            self.arrange(torch.tensor([self.owners[row.request.request_id] for row in batch.rows]), self._device)
+        return super()._forward(ids_bs, positions_bs, batch, images)
 
 
 class Engines:
@@ -187,29 +282,31 @@ class Engines:
         policy, seed = config.actor_rollout_ref, config.trainer.seed
         self._alpha, self._base, self._models = config.serve.lora_alpha, policy.model.path, dict[str, Adapter]()
         self._snapshots: OrderedDict[Path, Adapter] = OrderedDict()
-        self._running: set[str] = set()
+        self._running: dict[str, list[str]] = {}  # requests, with the sampler's for each of their samples
         self._cancelled: set[str] = set()
-        self._lock = threading.Lock()  # of the two sets: cancellations come from another thread
+        self._lock = threading.Lock()  # of these two: cancellations come from another thread
         with ExitStack() as stack:
             process = init_distributed(0, 1, 0, 1, "127.0.0.1", 0, device)
             stack.callback(shutdown_distributed)
             self._train = _Trained(config, process, tokenizer_size, seed)
             rollout = dataclasses.replace(policy.rollout, stop=["\0"])  # so that it has the tokenizer: requests stop
-            sampler = build_rollout_engine(
-                rollout,
-                policy.model,
+            spec = EngineSpec(
+                rollout=rollout,
+                model=policy.model,
                 process=process,
                 hf_config=load_hf_config(policy.model),
+                dtype=rollout_dtype(rollout, process.device),
                 tokenizer_size=tokenizer_size,
                 max_model_len=max_model_len,
                 seed=seed,
                 run_id=run_id,
                 tokenizer=config.data.tokenizer or policy.model.path,
             )
-            stack.callback(sampler.shutdown)
-            assert isinstance(sampler, HFRolloutEngine)
-            sampler.load_weights(self._train.export_weights(sampler.dtype), 0)
-            self._sampler, self._sampled = sampler, Places(sampler._module, head=True)
+            self._sampler = _Sampling(spec)
+            stack.callback(self._sampler.shutdown)
+            self._sampler.load_weights(self._train.export_weights(self._sampler.dtype), 0)
+            self._sampled = Places(self._sampler._module, head=True)
+            self._sampler.arrange = self._sampled.arrange
             self._stack = stack.pop_all()
         self.device = self._train.device
 
@@ -247,22 +344,27 @@ class Engines:
         """Forget a model that is in memory."""
         self._models.pop(model, None)
 
-    def forward_backward(
-        self, model: str, rows: Sequence[Row], loss: str, settings: Mapping[str, float], *, backward: bool, seed: int
-    ) -> tuple[list[NDArray[np.float32]], dict[str, float]]:
-        """Compute log-probs [T, K] of each row's targets and the loss; with `backward` also add the gradient."""
-        batch, recorded = _batch(rows), _Recorded(loss, settings)
-        adapter, objective = self._models[model], Objective(recorded, _ONE, 1.0)
-        with self._train.adapted(adapter, seed):
+    def forward_backward(self, asked: Sequence[Work], *, backward: bool, seed: int) -> list[Result]:
+        """Compute log-probs [T, K] of each row's targets and the losses; with `backward` also add the gradients.
+
+        Several requests share the pass, whole or not at all. Raises FloatingPointError where a number of a pass that
+        models share is not finite: compute each alone.
+        """
+        recorded, models = _Recorded(asked), list(dict.fromkeys(each.model for each in asked))
+        owners = [models.index(each.model) for each in asked for _ in each.rows]
+        batch, adapters = (
+            _batch([row for each in asked for row in each.rows], owners),
+            [self._models[m] for m in models],
+        )
+        with self._train.adapted(adapters, seed):
             if backward:
-                told = self._train.gradient(batch, objective, adapter)
-                value = sum(each["loss"].value for each in told if "loss" in each)
+                self._train.gradient(batch, recorded, adapters)
             else:
                 found = self._train.forward(batch, want=recorded.wants, rule=self._train.rule)
-                padded = {name: batch.padded(values) for name, values in found.items()}
-                value = float(recorded(padded, batch, objective.denominators)[0])
-        log_probs = [recorded.log_probs[place][:, : row.targets.shape[1]].numpy() for place, row in enumerate(rows)]
-        return log_probs, {"loss:sum": value}
+                recorded({name: batch.padded(values) for name, values in found.items()}, batch, _ONE)
+                if len(models) > 1 and not recorded.is_finite():
+                    raise FloatingPointError(_NOT_FINITE)
+        return recorded.results()
 
     def optim_step(self, model: str, params: dict[str, float]) -> dict[str, float]:
         """Take one step of the model's optimizer."""
@@ -275,32 +377,33 @@ class Engines:
 
     # --- sampling ----------------------------------------------------------------------------------------------------
 
-    def sample(self, name: str, folder: Path | None, prompt: Prompt) -> Answer | None:
-        """Answer one prompt with the adapter saved in `folder` (None: the base); None where it was cancelled."""
-        adapter = None if folder is None else self._snapshot(folder)
-        requests = [
-            GenerationRequest(
-                request_id=f"{name}/{i}",
-                prompt_ids=prompt.ids,
-                sampling=prompt.sampling,
-                seed=request_seed(prompt.seed, i),
-            )
-            for i in range(prompt.num_samples)
-        ]
+    def sample(self, asked: Sequence[tuple[str, Path | None, Prompt]]) -> list[Answer | None]:
+        """Answer prompts together: of each its name, the folder of its adapter (None: the base) and what is asked.
+
+        None where a request was cancelled.
+        """
+        folders = list(dict.fromkeys(folder for _, folder, _ in asked))
+        adapters = [None if folder is None else self._snapshot(folder) for folder in folders]
+        if len(folders) > 1 and not all(adapter is None or adapter.is_finite() for adapter in adapters):
+            raise FloatingPointError(_NOT_FINITE)
+        requests = [_requests(name, prompt) for name, _, prompt in asked]
         with self._lock:
-            self._running.add(name)
+            self._running = {asked[i][0]: [r.request_id for r in own] for i, own in enumerate(requests)}
         try:
-            with self._sampled.active(adapter):
-                done = [] if name in self._cancelled else self._sampler.generate(requests)
+            owners = {r.request_id: folders.index(asked[i][1]) for i, own in enumerate(requests) for r in own}
+            self._sampler.owners = owners if len(folders) > 1 else {}
+            with self._sampled.active(adapters):
+                done = iter(self._sampler.generate([request for own in requests for request in own]))
         finally:
             with self._lock:
-                self._running.discard(name)
-                cancelled = name in self._cancelled
-                self._cancelled.discard(name)
-        if cancelled:
-            return None
-        samples = [(c.sampled.token_ids, c.sampled.log_probs, c.finish_reason == "stop") for c in done]
-        return self._scored(prompt, samples, adapter)
+                self._running, cancelled, self._cancelled = {}, self._cancelled, set()
+        answers: list[Answer | None] = []
+        for (name, folder, prompt), own in zip(asked, requests, strict=True):
+            found = [next(done) for _ in own]
+            samples = [(c.sampled.token_ids, c.sampled.log_probs, c.finish_reason == "stop") for c in found]
+            adapter = adapters[folders.index(folder)]
+            answers.append(None if name in cancelled else self._scored(prompt, samples, adapter))
+        return answers
 
     def cancel(self, name: str) -> None:
         """End a request that is being sampled; from any thread."""
@@ -308,7 +411,8 @@ class Engines:
             if name not in self._running:
                 return
             self._cancelled.add(name)
-        self._sampler.abort(None)  # one request at a time: all of its samples
+            ids = self._running[name]
+        self._sampler.abort(ids)
 
     def _snapshot(self, folder: Path) -> Adapter:
         if folder not in self._snapshots:
@@ -326,7 +430,7 @@ class Engines:
         first = length - prompt.last if prompt.last else 1
         topk = targets = sampled = None
         log_probs = np.full(length, np.nan, np.float32)  # nothing comes before the first token
-        with self._train.adapted(adapter, prompt.seed) as model:
+        with self._train.adapted([adapter], prompt.seed) as model:
             if (prompt.scored or prompt.topk) and length > 1:
                 own, ids, values = self._likeliest(model, [np.asarray(prompt.ids, np.int32)], prompt.topk)[0]
                 log_probs, topk = (_behind(part, first, length) for part in (own, (ids, values)))
@@ -362,6 +466,13 @@ class Engines:
         return list(zip(*parts, strict=True))
 
 
+def _requests(name: str, prompt: Prompt) -> list[GenerationRequest]:
+    """Make the sampler's requests, one for each sample."""
+    asked = {"prompt_ids": prompt.ids, "sampling": prompt.sampling}
+    seeds = [request_seed(prompt.seed, i) for i in range(prompt.num_samples)]
+    return [GenerationRequest(request_id=f"{name}/{i}", seed=seed, **asked) for i, seed in enumerate(seeds)]
+
+
 def _behind(part: Any, first: int, length: int) -> Any:
     """Numbers of tokens 1.. at the places of all tokens, with what stands for nothing before `first`."""
     if isinstance(part, tuple):
@@ -375,8 +486,11 @@ def _behind(part: Any, first: int, length: int) -> Any:
     return log_probs
 
 
-def _batch(rows: Sequence[Row]) -> _Pass:
-    """Make the engine's rows: a prompt of one token, then all others and the last target, which only stands there."""
+def _batch(rows: Sequence[Row], owners: Sequence[int] | None = None) -> _Pass:
+    """Make the engine's rows: a prompt of one token, then all others and the last target, which only stands there.
+
+    A column that only some of the rows have is zero in the others.
+    """
     width = max(row.targets.shape[1] for row in rows)
     lengths = [len(row.ids) for row in rows]
 
@@ -386,14 +500,14 @@ def _batch(rows: Sequence[Row]) -> _Pass:
     def wide(values: NDArray[Any]) -> NDArray[Any]:
         return np.pad(values, ((0, 0), (0, width - values.shape[1])))
 
-    def given(name: str) -> Tensor | None:
-        if not rows or name not in rows[0].columns:
+    def given(name: str, empty: tuple[int, ...] = ()) -> Tensor | None:
+        if not any(name in row.columns for row in rows):
             return None
-        return column([row.columns[name] for row in rows], torch.float32)
+        zeros = [np.zeros((length, *empty), np.float32) for length in lengths]
+        found = [row.columns.get(name, zero) for row, zero in zip(rows, zeros, strict=True)]
+        return column([wide(each) for each in found] if empty else found, torch.float32)
 
-    weights = [wide(row.columns["weights"]) for row in rows if "weights" in row.columns]
-    advantages = given("advantages")
-    total = sum(lengths)
+    advantages, total = given("advantages"), sum(lengths)
     return _Pass(
         prompt_ids_T=column([row.ids[:1] for row in rows], torch.int32),
         prompt_length_B=torch.ones(len(rows), dtype=torch.int64),
@@ -405,7 +519,8 @@ def _batch(rows: Sequence[Row]) -> _Pass:
         old_log_probs_T=given("logprobs"),
         clip_low_T=given("clip_low_threshold"),
         clip_high_T=given("clip_high_threshold"),
-        weights_T=column(weights, torch.float32) if weights else None,
+        weights_T=given("weights", (width,)),
         teacher_ids_T=column([wide(row.targets) for row in rows], torch.int32),
         place_B=torch.arange(len(rows)),
+        owner_B=torch.tensor(owners or [0] * len(rows)),
     )

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One request to be computed. seq: of a model's requests, whose order it is; cost: tokens, about."""
+    """One request to be computed. seq: of a model's requests, whose order it is; cost: tokens, about.
+
+    size: bytes of its body. alone: it may have ended a server, so it shares no pass.
+    """
 
     request: str
     tenant: str
@@ -19,6 +22,8 @@ class Job:
     model: str | None = None
     seq: int = 0
     cost: int = 1
+    size: int = 0
+    alone: bool = False
 
 
 class FairQueue:
@@ -41,9 +46,10 @@ class FairQueue:
         for early in self._early.values():
             yield from early.values()
 
-    def waiting(self, tenant: str) -> int:
-        """Count a tenant's jobs."""
-        return sum(1 for job in self.jobs() if job.tenant == tenant)
+    def waiting(self, tenant: str) -> tuple[int, int]:
+        """Count a tenant's jobs, and the bytes of their bodies."""
+        sizes = [job.size for job in self.jobs() if job.tenant == tenant]
+        return len(sizes), sum(sizes)
 
     def overdue(self) -> Iterator[tuple[str, Job]]:
         """Yield (model, the first job that came before its turn) of models whose due job is not there."""
@@ -62,19 +68,37 @@ class FairQueue:
             self.next_seq[job.model] += 1
             self._make_ready(due)
 
-    def pop(self) -> Job | None:
-        """Take the next job; None where none is ready."""
-        able = [tenant for tenant, jobs in self._ready.items() if jobs]
-        if not able:
-            return None
-        tenant = min(able, key=self._had.__getitem__)  # of equals the one that waits longest
-        job, self._now = self._ready[tenant].popleft(), self._had[tenant]
-        self._had[tenant] += job.cost
-        if self._ready[tenant]:
-            self._ready[tenant] = self._ready.pop(tenant)  # to the end of equals
-        else:
-            del self._ready[tenant]
-        return job
+    def pop(self, room: Mapping[str, int] | None = None) -> list[Job]:
+        """Take the next job, and those that share its pass; none where none is ready.
+
+        room: tokens of a pass that jobs share, by kind; where it has none, jobs share nothing.
+        """
+        if (first := self._take(lambda _: True)) is None:
+            return []
+        taken, most = [first], 0 if first.alone else (room or {}).get(first.kind, 0)
+        self._now = self._had[first.tenant] - first.cost
+
+        def fits(job: Job) -> bool:
+            return job.kind == first.kind and not job.alone and job.cost + sum(each.cost for each in taken) <= most
+
+        while (more := self._take(fits)) is not None:
+            taken.append(more)
+        return taken
+
+    def _take(self, fits: Callable[[Job], bool]) -> Job | None:
+        """Take a job that fits, of the tenant who has had least, and none of whose model is before it."""
+        for tenant in sorted(self._ready, key=self._had.__getitem__):  # of equals the one that waits longest
+            passed = set[str | None]()
+            for job in self._ready[tenant]:
+                if job.model not in passed and fits(job):
+                    jobs = self._ready.pop(tenant)
+                    jobs.remove(job)
+                    self._had[tenant] += job.cost
+                    if jobs:
+                        self._ready[tenant] = jobs  # at the end of equals
+                    return job
+                passed.add(job.model)
+        return None
 
     def remove(self, wanted: Any) -> list[Job]:
         """Take out the jobs of which `wanted(job)` is true."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,7 +32,10 @@ class Limits:
     max_rank: int
     checkpoint_freq: int
     max_queued: int
+    max_queued_bytes: int
+    max_models: int  # in memory
     session_timeout: float
+    shared: Mapping[str, int]  # tokens of a pass that requests share, by their kind; none: they share nothing
 
 
 def prompt_of(asked: bodies.Sample, sampler: str, limits: Limits) -> Prompt:

@@ -21,7 +21,7 @@ from typing import Any
 from verl_like.plugins.tinker_server import bodies, wire
 from verl_like.plugins.tinker_server.adapters import AdapterSpec
 from verl_like.plugins.tinker_server.catalogue import Catalogue
-from verl_like.plugins.tinker_server.engine import Answer, Engines
+from verl_like.plugins.tinker_server.engine import Engines, Prompt, Work
 from verl_like.plugins.tinker_server.fair import FairQueue, Job
 from verl_like.plugins.tinker_server.prompts import Limits, prompt_of
 from verl_like.plugins.tinker_server.store import Record, Store
@@ -33,12 +33,14 @@ log = logging.getLogger(__name__)
 _WAIT_S = 25.0  # a poll of the client ends after 45
 _SWEEP_S = 60.0
 _AHEAD = 10_000  # by which a request's number may be beyond the one that is due
+_LINGER_S = 0.002  # for what clients send when they are told, so that they share the next pass
 _TRIES = 3  # starts of a computation of which a server has ended
 _TOKEN_BYTES = 16  # of a row to train on: id, target and weight
 _PASSES = frozenset({"forward", "forward_backward"})
 _CHANGING = frozenset({"create", "load", "optim_step"})
 _OF_JOB = ("tenant", "kind", "session", "model", "seq")
 Change = Callable[[], str | None]  # of the store, made together with a result; a folder that is then of no use
+Results = list[tuple[Job, bytes, list[Change]]]
 
 
 class Service:
@@ -51,9 +53,10 @@ class Service:
         self._seen: dict[str, float] = {}  # sessions, when they were last heard of
         self._broken: dict[str, str] = {}  # models, by which request their gradient is not whole
         self._steps: dict[str, int] = {}  # optimizer steps since a model's state was written
+        self._recent: dict[str, None] = {}  # models that may be in memory, the one that was used last at the end
         self._gaps: dict[tuple[str, int], float] = {}  # models and numbers that others wait for, and since when
         self._thread = thread
-        self._work, self._running = asyncio.Event(), ""
+        self._work, self._running = asyncio.Event(), set[str]()
         self.tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -241,16 +244,18 @@ class Service:
                 raise Refused(f"request {name} was sent before with another content: its seq_id was used twice")
             return
         is_due = model is not None and seq == self._queue.next_seq[model]  # others may wait for it
-        if not is_due and self._queue.waiting(tenant) >= self.limits.max_queued:
-            raise Refused(f"{self.limits.max_queued} requests of this key wait: come again later", 429)
+        count, size = self._queue.waiting(tenant)
+        full = count >= self.limits.max_queued or (count and size + len(body) > self.limits.max_queued_bytes)
+        if full and not is_due:
+            raise Refused(f"{count} requests of this key wait, {size:,} bytes: come again later", 429)
         row = {"id": name, "tenant": tenant, "session": session, "model": model, "seq": seq, "kind": kind}
         row["cost"] = cost or 1 + len(body) // _TOKEN_BYTES
         self.store.add_request(**row, digest=digest, body=body)
-        self._enqueue(row)
+        self._enqueue(row | {"body": body, "tries": 0})
 
     def _enqueue(self, row: Record) -> None:
-        known = {name: row[name] for name in _OF_JOB}
-        job = Job(request=row["id"], cost=row["cost"], **known)
+        known = {name: row[name] for name in (*_OF_JOB, "cost")}
+        job = Job(request=row["id"], size=len(row["body"]), alone=row["tries"] > 0, **known)
         self._futures.setdefault(job.request, asyncio.Event())
         self._queue.put(job)
         self._work.set()
@@ -281,7 +286,7 @@ class Service:
             return
         if self._queue.remove(lambda job: job.request == request):
             self._settle(request, _error("it was cancelled", "user"), failed=True)
-        elif self._running == request:
+        elif request in self._running:
             self.engines.cancel(request)
 
     def _settle(self, request: str, result: bytes, *, failed: bool = False) -> None:
@@ -296,26 +301,41 @@ class Service:
 
     async def _compute(self) -> None:
         while True:
-            job = self._queue.pop()
-            if job is None:
+            if self.limits.shared:
+                await asyncio.sleep(_LINGER_S)
+            jobs = self._queue.pop(self.limits.shared)
+            if not jobs:
                 self._work.clear()
                 await self._work.wait()
                 continue
-            self._running = job.request
-            try:
-                await self._do(job)
-            except Refused as error:
-                await self._fail(job, str(error), "user")
-            except ValueError as error:
-                await self._forget(job)
-                await self._fail(job, str(error), "user")
-            except RolloutError:
-                raise  # the sampling engine is dead: only another start heals that
-            except Exception as error:
-                await self._forget(job)
-                log.exception("request %s failed", job.request)
-                await self._fail(job, f"{type(error).__name__}: {error}", "server")
-            self._running = ""
+            self._running = {job.request for job in jobs}
+            for job in jobs:
+                self.store.change("UPDATE requests SET tries = tries + 1 WHERE id = ?", job.request)
+            await self._take(jobs)
+            self._running = set()
+
+    async def _take(self, jobs: list[Job]) -> None:
+        """Compute jobs, together where they are several, or each by itself where that fails."""
+        results = None
+        try:
+            results = await self._computed(jobs)
+            self._write(results)
+        except RolloutError:
+            raise  # the sampling engine is dead: only another start heals that
+        except Exception as error:
+            if len(jobs) > 1 and results is None:
+                log.info("%d requests are computed one by one: %s", len(jobs), error)
+                for job in jobs:
+                    await self._take([job])
+                return
+            refused = isinstance(error, ValueError)
+            if not refused:
+                log.error("requests failed: %s", ", ".join(job.request for job in jobs), exc_info=error)
+            text = str(error) if refused else f"{type(error).__name__}: {error}"
+            for job in jobs:
+                if not isinstance(error, Refused):
+                    await self._forget(job)
+                await self._fail(job, text, "user" if refused else "server")
 
     async def _forget(self, job: Job) -> None:
         """Drop a model that a failed request may have changed: the next one builds it again from what is written."""
@@ -332,36 +352,48 @@ class Service:
                 await self._call(self.engines.drop_gradient, job.model)
         self._settle(job.request, _error(text, category), failed=True)
 
-    async def _do(self, job: Job) -> None:
-        """Compute one request, and write its result down together with what it changed."""
-        self.store.change("UPDATE requests SET tries = tries + 1 WHERE id = ?", job.request)
-        if job.model is not None and job.seq > 0:
-            await self._revive(job.model, job.seq)
-        result, changes = await self._computed(job)
+    def _write(self, results: Results) -> None:
+        """Write results down together with what they changed, all or none."""
         with self.store.together():
-            gone = [folder for change in changes if (folder := change()) is not None]
-            self.store.finish(job.request, result)
-            if job.model is not None:
-                self.store.change("UPDATE models SET used = ? WHERE id = ?", time.time(), job.model)
+            gone = [folder for _, _, changes in results for change in changes if (folder := change()) is not None]
+            for job, result, _ in results:
+                self.store.finish(job.request, result)
+                if job.model is not None:
+                    self.store.change("UPDATE models SET used = ? WHERE id = ?", time.time(), job.model)
         for folder in gone:
             self.store.remove_folder(folder)
-        self._wake(job.request)
+        for job, _, _ in results:
+            self._wake(job.request)
 
-    async def _computed(self, job: Job) -> tuple[bytes, list[Change]]:
-        if job.kind == "sample":
-            return await self._sample(job), []
+    async def _computed(self, jobs: list[Job]) -> Results:
+        """Compute jobs of one kind: passes and samples may be several."""
+        for name, seq in {job.model: job.seq for job in reversed(jobs) if job.model is not None}.items():
+            await self._room(name)
+            if seq > 0:
+                await self._revive(name, seq)
+        kind, job = jobs[0].kind, jobs[0]
+        if kind == "sample":
+            return await self._samples(jobs)
+        if kind in _PASSES:
+            return [(job, result, []) for job, result in zip(jobs, await self._passes(jobs), strict=True)]
         assert job.model is not None
-        if job.kind in _PASSES:
-            return await self._pass(job, job.model), []
-        if job.kind == "optim_step":
-            return await self._optim_step(job, job.model)
-        if job.kind == "create":
+        if kind == "create":
             spec = AdapterSpec(**self.catalogue.spec(job.model))
             await self._call(self.engines.create, job.model, spec)
-            return _json({"type": "create_model", "model_id": job.model}), [await self._state(job, job.model)]
-        if job.kind == "load":
-            return await self._load(job, job.model)
-        return await self._save(job, job.model)
+            result = _json({"type": "create_model", "model_id": job.model}), [await self._state(job, job.model)]
+        else:
+            of_kind = {"optim_step": self._optim_step, "load": self._load}.get(kind, self._save)
+            result = await of_kind(job, job.model)
+        return [(job, *result)]
+
+    async def _room(self, model: str) -> None:
+        """Note that a model is used, and take out of memory the one that was used longest ago where they are many."""
+        self._recent.pop(model, None)
+        self._recent[model] = None
+        while len(self._recent) > self.limits.max_models:
+            oldest = next(iter(self._recent))
+            del self._recent[oldest]
+            await self._call(self.engines.drop, oldest)
 
     async def _call(self, function: Callable[..., Any], *values: Any, **named: Any) -> Any:
         """Compute in the engines' thread."""
@@ -394,7 +426,7 @@ class Service:
                     self._broken.pop(model, None)
                     await self._call(self.engines.drop_gradient, model)
             elif job.kind == "forward_backward":
-                await self._pass(job, model)
+                await self._passes([job])
             elif job.kind == "optim_step":
                 params = bodies.read(bodies.OptimStep, self._body(job)).adam_params
                 await self._call(self.engines.optim_step, model, params.model_dump())
@@ -405,14 +437,17 @@ class Service:
     def _value_of(self, model: str, column: str) -> Any:
         return self.store.value(f"SELECT {column} FROM models WHERE id = ?", model)
 
-    async def _pass(self, job: Job, model: str) -> bytes:
-        message = wire.parsed_pass(self._body(job))
-        rows, loss, settings = wire.rows_of(message, self.limits.vocabulary, self.limits.longest)
-        seed, backward = request_seed(self.limits.seed, "pass", job.seq), job.kind == "forward_backward"
-        log_probs, metrics = await self._call(
-            self.engines.forward_backward, model, rows, loss, settings, backward=backward, seed=seed
-        )
-        return wire.pass_output(rows, log_probs, metrics)
+    async def _passes(self, jobs: list[Job]) -> list[bytes]:
+        """Compute passes of one kind together. A single one has random numbers that follow from its place."""
+        asked, kind = list[Work](), jobs[0].kind
+        for job in jobs:
+            message = wire.parsed_pass(self._body(job))
+            rows, loss, settings = wire.rows_of(message, self.limits.vocabulary, self.limits.longest)
+            asked.append(Work(model=job.model or "", rows=rows, loss=loss, settings=settings))
+        seed = request_seed(self.limits.seed, "pass", jobs[0].seq)
+        backward = kind == "forward_backward"
+        found = await self._call(self.engines.forward_backward, asked, backward=backward, seed=seed)
+        return [wire.pass_output(each.rows, *told) for each, told in zip(asked, found, strict=True)]
 
     async def _optim_step(self, job: Job, model: str) -> tuple[bytes, list[Change]]:
         params = bodies.read(bodies.OptimStep, self._body(job)).adam_params
@@ -524,16 +559,21 @@ class Service:
         self._accept(name, tenant, sampler["session"], "sample", body, cost=cost)
         return {"request_id": name, "sample_sequence_ids": [f"{name}:{i}" for i in range(asked.num_samples)]}
 
-    async def _sample(self, job: Job) -> bytes:
-        asked = bodies.read(bodies.Sample, self._body(job))
-        assert asked.sampling_session_id is not None
-        sampler = self.catalogue.owned("samplers", job.tenant, asked.sampling_session_id, "sampling session")
-        folder = None if sampler["folder"] is None else Path(sampler["folder"])
-        prompt = prompt_of(asked, sampler["id"], self.limits)
-        answer: Answer | None = await self._call(self.engines.sample, job.request, folder, prompt)
-        if answer is None:
-            raise Refused("it was cancelled")
-        return wire.samples_output(answer)
+    async def _samples(self, jobs: list[Job]) -> Results:
+        asked: list[tuple[str, Path | None, Prompt]] = []
+        for job in jobs:
+            body = bodies.read(bodies.Sample, self._body(job))
+            assert body.sampling_session_id is not None
+            sampler = self.catalogue.owned("samplers", job.tenant, body.sampling_session_id, "sampling session")
+            folder = None if sampler["folder"] is None else Path(sampler["folder"])
+            asked.append((job.request, folder, prompt_of(body, sampler["id"], self.limits)))
+        results: Results = []
+        for job, answer in zip(jobs, await self._call(self.engines.sample, asked), strict=True):
+            if answer is None:
+                self._settle(job.request, _error("it was cancelled", "user"), failed=True)
+            else:
+                results.append((job, wire.samples_output(answer), []))
+        return results
 
 
 def _json(value: Record) -> bytes:

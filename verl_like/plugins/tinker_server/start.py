@@ -188,6 +188,15 @@ async def _serve(config: PPOConfig, facts: ServeFacts, folder: Path, run_id: str
             await loop.run_in_executor(thread, engines.close)
 
 
+def _shared(config: PPOConfig, longest: int) -> dict[str, int]:
+    """Tokens of a pass that requests share, by kind: a micro-batch to train on, all places of the sampling engine."""
+    if config.serve.isolation == "exact":
+        return {}
+    policy = config.actor_rollout_ref
+    training = policy.actor.ppo_max_token_len_per_gpu
+    return {"forward": training, "forward_backward": training, "sample": policy.rollout.max_num_seqs * longest}
+
+
 def limits_of(config: PPOConfig, facts: ServeFacts) -> Limits:
     """Collect what the service is told of model and keys."""
     serving, path = config.serve, config.actor_rollout_ref.model.path
@@ -202,5 +211,8 @@ def limits_of(config: PPOConfig, facts: ServeFacts) -> Limits:
         max_rank=serving.max_lora_rank,
         checkpoint_freq=serving.checkpoint_freq,
         max_queued=serving.max_queued,
+        max_queued_bytes=serving.max_queued_megabytes * 2**20,
+        max_models=serving.max_models,
         session_timeout=serving.session_timeout,
+        shared=_shared(config, facts.max_model_len),
     )

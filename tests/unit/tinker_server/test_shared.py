@@ -1,0 +1,123 @@
+"""Passes and samples that models share, on the real engines: the numbers are those of each alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from verl_like.plugins.tinker_server.adapters import AdapterSpec
+from verl_like.plugins.tinker_server.engine import Engines, Prompt, Row, Work
+from verl_like.plugins.tinker_server.losses import LOSSES
+from verl_like.rollout.rollout_engine import SamplingParams
+from verl_like.trainer.compose import compose
+
+STEP = {"learning_rate": 0.05, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0, "grad_clip_norm": 0.0}
+SPECS = {
+    "ann": AdapterSpec(rank=4, seed=1),
+    "bob": AdapterSpec(rank=7, seed=2, train_unembed=False),
+    "eve": AdapterSpec(rank=2, seed=3, train_mlp=False),
+}
+
+
+@pytest.fixture(scope="module")
+def engines(shared_data: Path) -> Iterator[Engines]:
+    """Two models that have taken a step already, so that B is not zero, and a third one."""
+    model = shared_data / "stories260k" / "hf"
+    keys = ["actor.ppo_max_token_len_per_gpu=64", "rollout.name=hf", "rollout.max_num_seqs=6"]
+    config = compose(
+        ["trainer.objective=serve", "trainer.device=cpu", f"actor_rollout_ref.model.path={model}"]
+        + [f"actor_rollout_ref.{key}" for key in keys]
+    )
+    made = Engines(config, device="cpu", tokenizer_size=512, max_model_len=128, run_id="shared")
+    for name, spec in SPECS.items():
+        made.create(name, spec)
+        made.forward_backward([work(name)], backward=True, seed=1)
+        made.optim_step(name, STEP)
+    yield made
+    made.close()
+
+
+def row(length: int, loss: str, width: int) -> Row:
+    """A datum of random numbers that follow from its length."""
+    random = np.random.default_rng(length)
+    ids = random.integers(3, 500, length).astype(np.int32)
+    targets = random.integers(3, 500, (length, width)).astype(np.int32)
+    shape = (length, width) if loss == "cross_entropy" else (length,)
+    given = {name: random.uniform(-1, 1, shape).astype(np.float32) for name in LOSSES[loss].inputs}
+    return Row(ids=ids, targets=targets, columns=given)
+
+
+LOSS_OF = {"ann": ("cross_entropy", 2), "bob": ("ppo", 1), "eve": ("importance_sampling", 1)}
+
+
+def work(model: str, lengths: tuple[int, ...] = (5, 30, 17)) -> Work:
+    loss, width = LOSS_OF[model]
+    rows = [row(length + len(model) + ord(model[0]) % 5, loss, width) for length in lengths]
+    return Work(model=model, rows=rows, loss=loss, settings=dict(LOSSES[loss].settings))
+
+
+def gradients(engines: Engines, model: str) -> list[Tensor]:
+    found = engines._models[model].gradients
+    engines.drop_gradient(model)
+    return found or []
+
+
+def test_gradients_of_a_shared_pass_are_those_of_each_alone(engines: Engines) -> None:
+    """Ranks, targets, losses, widths and lengths differ; micro-batches hold rows of several models."""
+    asked = [work("ann"), work("bob"), work("eve", (9,)), work("ann", (12, 3))]
+    alone = [engines.forward_backward([each], backward=True, seed=1)[0] for each in asked]
+    expected = {name: gradients(engines, name) for name in SPECS}
+    together = engines.forward_backward(asked, backward=True, seed=1)
+    for name, parts in expected.items():
+        found = gradients(engines, name)
+        assert len(found) == len(parts)
+        mine, other = (torch.cat([part.flatten() for part in each]) for each in (found, parts))
+        assert float((mine - other).norm()) <= 1e-6 * max(1.0, float(other.norm()))
+    for each, (log_probs, told), (own, metrics) in zip(asked, together, alone, strict=True):
+        assert told["loss:sum"] == pytest.approx(metrics["loss:sum"], rel=1e-5)
+        for mine, other, given in zip(log_probs, own, each.rows, strict=True):
+            assert mine.shape == given.targets.shape
+            np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-5)
+    forward = engines.forward_backward(asked, backward=False, seed=1)
+    assert forward[1][1]["loss:sum"] == pytest.approx(alone[1][1]["loss:sum"], rel=1e-5)
+
+
+def test_numbers_that_are_not_finite_stay_with_their_model(engines: Engines) -> None:
+    """The pass breaks off with nothing added: the service computes each request alone."""
+    engines.create("bad", AdapterSpec(rank=3, seed=4))
+    engines._models["bad"].parameters()[1].data.fill_(torch.inf)
+    bad = Work(model="bad", rows=work("ann").rows, loss="cross_entropy", settings={})
+    for backward in (True, False):
+        with pytest.raises(FloatingPointError, match="not finite"):
+            engines.forward_backward([bad, work("bob")], backward=backward, seed=1)
+    assert engines._models["bob"].gradients is None and engines._models["bad"].gradients is None
+    assert all(p.grad is None for p in engines._models["bob"].parameters())
+    engines.drop("bad")
+
+
+def test_samples_of_several_models_share_a_batch(engines: Engines, tmp_path: Path) -> None:
+    """More samples than places, answers of different lengths, one request cancelled before: tokens as alone."""
+    for name in SPECS:
+        engines.save(name, tmp_path / name, optimizer=False)
+    folders = [tmp_path / "ann", None, tmp_path / "bob", tmp_path / "eve", tmp_path / "ann"]
+
+    def prompt(i: int) -> Prompt:
+        sampling = SamplingParams(max_tokens=4 + 3 * i, stop_token_ids=(2,))
+        return Prompt(ids=[1, 300 + i, 41][: 1 + i % 3], sampling=sampling, seed=i, num_samples=2, scored=i == 3)
+
+    asked = [(f"r{i}", folder, prompt(i)) for i, folder in enumerate(folders)]
+    alone = [engines.sample([each])[0] for each in asked]
+    found = engines.sample(asked)
+    for mine, other in zip(found, alone, strict=True):
+        assert mine is not None and other is not None
+        for (ids, log_probs, stopped), (own, expected, ended) in zip(mine.samples, other.samples, strict=True):
+            assert ids.tolist() == own.tolist() and stopped == ended
+            np.testing.assert_allclose(log_probs, expected, rtol=1e-4, atol=1e-5)
+    other = engines.sample([("base", None, prompt(0))])[0]
+    assert alone[0] is not None and other is not None
+    assert alone[0].samples[0][1].tolist() != other.samples[0][1].tolist(), "adapters make a difference"
