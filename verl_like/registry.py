@@ -72,7 +72,10 @@ PARTS: dict[str, dict[str, str]] = {
     "forecast": {"memory": f"{_KIT}.forecast.memory:of_start"},
     "readback": {"differences": f"{_KIT}.readback:differences"},
     "speed": {"report": f"{_KIT}.speed.report:SpeedReport"},
-    "proof": {"step": f"{_KIT}.selfcheck.step_proof:prove_at_start"},
+    "proof": {
+        "step": f"{_KIT}.selfcheck.step_proof:prove_at_start",
+        "parity": f"{_KIT}.selfcheck.parity:prove_at_start",
+    },
     "report": {"html": f"{_KIT}.report.writer:ReportWriter"},
 }
 

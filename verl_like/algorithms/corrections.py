@@ -303,7 +303,7 @@ def correct_on_driver(
             raise ValueError("algorithm.rollout_correction needs rollout log-probs, but these rollouts have none")
         return DriverCorrection(mask_T=mask_T, metrics={})
     old_T = evaluated.old_log_probs_T
-    if old_T is None or uses_sampler_log_probs(actor, correction):
+    if old_T is None or old_T is rollout_T or uses_sampler_log_probs(actor, correction):
         return DriverCorrection(mask_T=mask_T, rollout_log_probs_T=rollout_T, metrics={})
     acts, length_B = corrects(correction), rollouts.response_length_B
     share_B, tally, num_unknown = shares_of_episodes(rollouts), Tally(), 0

@@ -32,6 +32,7 @@ from verl_like.config.roles import (
     roles_of,
 )
 from verl_like.config.rule import impossible
+from verl_like.config.trainer import Parity
 
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -399,10 +400,20 @@ def uses_sampler_log_probs(actor: ActorConfig, correction: RolloutCorrectionConf
     return two_policies(actor, correction) and not (correction.loss_type == "reinforce" and by_batch)
 
 
+def sampler_is_trainer(config: PPOConfig) -> bool:
+    """Return True where the rollout engine's log-probs are the trainer's own, and so the old ones without a pass."""
+    return (
+        config.trainer.parity == Parity.exact
+        and config.actor_rollout_ref.actor.old_log_probs == OldLogProbs.auto
+        and not needs_sum_pi_squared(config.algorithm)
+    )
+
+
 def takes_own_log_probs(config: PPOConfig) -> bool:
     """Return True where the update's first forward pass gives the old log-probs: every probability ratio is 1 then."""
     actor = config.actor_rollout_ref.actor
-    if uses_sampler_log_probs(actor, config.algorithm.rollout_correction) or _driver_needs(config):
+    by_sampler = sampler_is_trainer(config) or uses_sampler_log_probs(actor, config.algorithm.rollout_correction)
+    if by_sampler or _driver_needs(config):
         return False
     one_update = actor.ppo_mini_batch_size >= config.data.train_batch_size and actor.ppo_epochs == 1
     return actor.old_log_probs == OldLogProbs.detach or (actor.old_log_probs == OldLogProbs.auto and one_update)
@@ -421,6 +432,8 @@ def _old_log_probs(problems: list[str], config: PPOConfig, updates: int) -> str:
             fix = "it needs the trainer's probabilities; leave bypass_mode and old_log_probs out"
             problems.append(f"algorithm.adv_estimator={config.algorithm.adv_estimator} with {key}=rollout: {fix}")
         return str(OldLogProbs.rollout if uses_sampler_log_probs(actor, correction) else OldLogProbs.recompute)
+    if sampler_is_trainer(config):
+        return str(OldLogProbs.rollout)
     if choice == OldLogProbs.auto:
         return str(OldLogProbs.detach if updates == 1 and not needs else OldLogProbs.recompute)
     if choice == OldLogProbs.detach and updates > 1:

@@ -38,6 +38,7 @@ class EngineKind:
     whole_prompts: without chunked prefill max_num_batched_tokens must hold a whole sequence.
     records_routes: it records the experts that it chooses for each token of a mixture of experts.
     first_apart: the first token of use_fire_sampling is a request of its own.
+    exact: its sums can have the trainer's order (trainer.parity).
     """
 
     recorded: bool = False
@@ -67,6 +68,7 @@ class EngineKind:
     whole_prompts: bool = False
     records_routes: bool = False
     first_apart: bool = False
+    exact: bool = False
 
 
 _SGLANG, _VLLM = "verl_like.plugins.sglang", "verl_like.plugins.vllm"
@@ -110,6 +112,7 @@ ENGINES = {
         quantisations=("int8",),
         adapts_experts=True,
         records_routes=True,
+        exact=True,
     ),
     "recorded": EngineKind(recorded=True, records_routes=True),
     "openai": EngineKind(endpoint=True),

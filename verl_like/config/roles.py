@@ -22,6 +22,7 @@ from verl_like.config.optim import OptimConfig
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.profiler import CheckpointConfig, ProfilerConfig
 from verl_like.config.reward import CustomRewardFunctionConfig, RewardModelConfig
+from verl_like.config.trainer import Parity
 
 ACTOR, REF, CRITIC, REWARD, ROLLOUT = "actor", "ref", "critic", "reward", "rollout"
 Kind = Literal["policy", "value"]
@@ -41,6 +42,7 @@ class RoleConfig:
     compile_blocks: bool = False
     freeze_vision_tower: bool = False
     router: RouterConfig = field(default_factory=RouterConfig)
+    exact: bool = False  # sums in one order, as the rollout engine's
     replay: ReplayMode = ReplayMode.disabled
     routes_sampled: bool = False  # routes of the rollout engine come with the rows
     entropy_in_chunks: bool = False
@@ -227,6 +229,7 @@ def _actor(config: PPOConfig, passes: Mapping[str, Cut]) -> RoleConfig:
         ulysses=actor.ulysses_sequence_parallel_size,
         compile_blocks=actor.use_torch_compile,
         freeze_vision_tower=actor.freeze_vision_tower,
+        exact=config.trainer.parity == Parity.exact,
         router=actor.router,
         replay=actor.router_replay.mode,
         routes_sampled=config.actor_rollout_ref.rollout.enable_rollout_routing_replay,

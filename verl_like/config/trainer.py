@@ -56,6 +56,13 @@ class Launcher(StrEnum):
     local = "local"
 
 
+class Parity(StrEnum):
+    """Sameness of the log-probs of trainer and rollout engine: up to rounding, or to the last bit."""
+
+    off = "off"
+    exact = "exact"
+
+
 class ProfileTool(StrEnum):
     """Recorder of the steps of trainer.profile_steps: torch's profiler, or Nsight Systems."""
 
@@ -80,6 +87,10 @@ class TrainerConfig(ConfigNode):
     full_determinism: bool = False
     """Two runs with the same settings on the same machine have the same metrics to the last digit: torch uses
     deterministic algorithms only (others warn), and settings whose results depend on time are refused."""
+    parity: Parity = Parity.off
+    """exact: trainer and rollout engine compute every sum in one order, so that their log-probs are the same to the
+    last bit, and those that were sampled are the old ones, without a pass. For rollout.name=hf on a CPU and dense
+    models; the start proves it, each step checks it. off: they differ by rounding."""
     device: Device = Device.auto
     """auto (CUDA when there is one), cpu or cuda."""
     mode: str = key("sync", one_of("sync", "colocate_async", "separate_async"))

@@ -24,7 +24,7 @@ from verl_like.heartbeat import advance
 from verl_like.models import blocks, families, loading, lora, stages, tensor_plan
 from verl_like.models.checkpoint_names import CheckpointNames
 from verl_like.models.families import num_experts
-from verl_like.models.heads import HF_PREFIX, TokenModel, dtype_of
+from verl_like.models.heads import HF_PREFIX, PolicyModel, TokenModel, dtype_of
 from verl_like.models.lora_experts import stacks_of
 from verl_like.models.routes import Routers
 from verl_like.models.vision import processor_of
@@ -61,7 +61,10 @@ class ShardedModel:
         self.compute_dtype = dtype_of(resolve_dtype(fsdp.dtype, self.device.type))
         self._adapters: lora.Adapters | None = None
         self.model = self._build_model(tokenizer_size, seed)
-        loading.replace_functions(self.model.hf, model, self.device, compiled=role.compile_blocks)
+        if role.exact and isinstance(self.model, PolicyModel):
+            self.model.make_exact()
+        else:
+            loading.replace_functions(self.model.hf, model, self.device, compiled=role.compile_blocks)
         self._expert_load: ExpertLoad | None = None
         whole_layers = not role.compile_blocks and fsdp.pipeline_parallel_size == 1  # a count would break compiled ones
         if optim is not None and self.packed and whole_layers:

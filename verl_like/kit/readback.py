@@ -47,7 +47,8 @@ def of_model(engine: FSDPEngine) -> Iterator[Reading]:
     """Compare a model, its adapters and its optimizer with the keys of their role."""
     role, optimizer, named = engine.role, engine.optimizer, dict(engine.model.named_parameters())
     section, text = role.sharding_section, engine.model.hf.config.get_text_config()
-    attends = attention.ATTENTION_NAME if engine.packed else families.padded_attention(engine.hf_config)
+    packed = attention.EXACT_NAME if role.exact else attention.ATTENTION_NAME
+    attends = packed if engine.packed else families.padded_attention(engine.hf_config)
     key = f"{role.model_section}.use_remove_padding={engine.packed}, attention"
     yield key, attends, getattr(text, "_attn_implementation", None)
     if role.optim is None or optimizer is None:

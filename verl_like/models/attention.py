@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from verl_like.models import exact
 from verl_like.models.attention_groups import Scoring, grouped_attention
 from verl_like.models.attention_sinks import VarlenKernel, attend_with_sinks
 from verl_like.models.packing import Segments
 from verl_like.parallel.ulysses import repeated_key_heads
 
-ATTENTION_NAME = "verl_like_packed"
+ATTENTION_NAME, EXACT_NAME = "verl_like_packed", "verl_like_exact"
 
 
 @torch.compiler.disable  # segments differ from call to call: compiled code would be made again and again
@@ -75,6 +76,30 @@ def packed_attention(
     return output if sharing is None else sharing.tokens_in(output), None
 
 
+def exact_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    segments: Segments | exact.Columns,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention whose sums have one order, of packed tokens or of a padded batch with its cache (exact.py).
+
+    Shapes and signature are those of `packed_attention`; in a padded batch [b, heads, s, head_dim] with keys of S
+    columns becomes [b, s, heads, head_dim].
+    """
+    if isinstance(segments, exact.Columns):
+        return exact.padded_attention(query, key, value, segments, scaling, sliding_window), None
+    window = None if sliding_window is None or sliding_window >= segments.max_length else sliding_window
+    how = Scoring(scaling=scaling, window=window, exact=not exact.is_ordinary())
+    return grouped_attention(query, key, value, segments, how)[None], None
+
+
 def _attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, how: Scoring) -> Tensor:
     """Run the attention function that fits device and precision; [1, heads, T, head_dim] -> [T, heads, head_dim]."""
     half_on_gpu = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
@@ -86,7 +111,9 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, how: 
 def register() -> None:
     """Make `attn_implementation=ATTENTION_NAME` known to transformers; repeated calls are harmless."""
     AttentionInterface.register(ATTENTION_NAME, packed_attention)
-    AttentionMaskInterface.register(ATTENTION_NAME, lambda *_, **__: None)  # masks are in the segments
+    AttentionInterface.register(EXACT_NAME, exact_attention)
+    for name in (ATTENTION_NAME, EXACT_NAME):
+        AttentionMaskInterface.register(name, lambda *_, **__: None)  # masks are in the segments
 
 
 @functools.cache

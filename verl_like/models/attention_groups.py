@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
+from verl_like.models import exact
 from verl_like.models.attention_sinks import CPUKernel, attend_with_sinks
 from verl_like.models.packing import Segments
 from verl_like.models.token_layout import Groups, TokenLayout
@@ -203,6 +204,7 @@ class Scoring:
     window: a token sees that many tokens, itself included.
     softcap: c of c * tanh(scores / c).
     sinks: [heads], a further score of each query that leads to no value.
+    exact: sums have one order in every call (exact.py).
     """
 
     scaling: float | None = None
@@ -210,6 +212,7 @@ class Scoring:
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    exact: bool = False
 
     def check(self) -> None:
         """Check that these can go together; raises ValueError otherwise."""
@@ -229,12 +232,23 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segme
     for q, k, v in zip(*laid_out, strict=True):
         banded = window if window is not None and window < k.shape[1] else None
         first = k.shape[1] - q.shape[1] // repeats
-        if softcap is not None or (not dropout and _by_products(k, first)) or (how.sinks is not None and k.is_cuda):
+        if how.exact:
+            usual = partial(_usual, heads=heads, repeats=repeats, scale=scale, window=banded)
+            position_1Q = torch.arange(first, k.shape[1], device=k.device)[None]
+            outputs.append(exact.attention(q, k, v, scale, banded, position_1Q, usual))
+        elif softcap is not None or (not dropout and _by_products(k, first)) or (how.sinks is not None and k.is_cuda):
             sinks_Gr = None if how.sinks is None else how.sinks.view(heads, repeats).repeat(len(k) // heads, 1)
             outputs.append(block_attention(q, k, v, scale, banded, softcap, sinks_Gr, first))
         else:
             outputs.append(_by_heads(q, k, v, heads, repeats, scale, banded, dropout, how.sinks))
     return of_queries.join(outputs, heads, repeats)
+
+
+def _usual(q: Tensor, k: Tensor, v: Tensor, *, heads: int, repeats: int, scale: float, window: int | None) -> Tensor:
+    first = k.shape[1] - q.shape[1] // repeats
+    if _by_products(k, first):
+        return block_attention(q, k, v, scale, window, None, None, first)
+    return _by_heads(q, k, v, heads, repeats, scale, window, 0.0, None)
 
 
 def _by_products(key: Tensor, first: int) -> bool:

@@ -147,6 +147,11 @@ def log_softmax_(z_cV: Tensor) -> tuple[Tensor, Tensor]:
     return z_cV.sub_(lse_c[:, None]), lse_c
 
 
+def log_softmax(z_cV: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute log p as samplers do, whose last bits are others than those of `log_softmax_`, and logsumexp [c]."""
+    return torch.log_softmax(z_cV, -1), torch.logsumexp(z_cV, -1)
+
+
 def slope_chunk(
     log_p_cV: Tensor,
     gap_cV: Tensor | None,

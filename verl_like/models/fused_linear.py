@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from verl_like.models import fused_chunks
+from verl_like.models import exact, fused_chunks
 from verl_like.models.fused_chunks import (
     CHOSEN,
     ENTROPY,
@@ -56,6 +56,7 @@ class Head:
 
     `vocab_size`: fewer than the weight's rows where the vocabulary is padded beyond the tokenizer; None: all rows.
     `softcap`: c of cap(x) = c * tanh(x / c) (Gemma 2, arXiv 2408.00118, section 2), applied before the temperature.
+    `exact`: a token's log-probs do not depend on the others of a call (exact.py).
     """
 
     weight_VH: Tensor
@@ -63,6 +64,7 @@ class Head:
     vocab_size: int | None = None
     scale: float = 1.0
     softcap: float | None = None
+    exact: bool = False
 
     def rows(self) -> int:
         """Number of logits."""
@@ -71,6 +73,9 @@ class Head:
 
     def logits(self, hidden_cH: Tensor) -> Tensor:
         """Compute h W^T + bias, [c, V] in float32: a new tensor."""
+        if self.exact:  # of all rows, as a model that samples computes them
+            found = exact.linear(hidden_cH, self.weight_VH, self.bias_V)
+            return found[:, : self.rows()].to(compute_dtype(hidden_cH)).clone()
         logits = _matmul(hidden_cH, self.weight_VH[: self.rows()].t(), compute_dtype(hidden_cH))
         return logits if self.bias_V is None else logits.add_(self.bias_V[: self.rows()])
 
@@ -316,7 +321,8 @@ class _FusedReductions(torch.autograd.Function):
                     value[part] = rows[name]
                 del z
                 continue
-            log_p, lse[part] = fused_chunks.log_softmax_(rule.apply_(call.head.logits(hidden[part])))
+            softmax = fused_chunks.log_softmax if call.head.exact else fused_chunks.log_softmax_
+            log_p, lse[part] = softmax(rule.apply_(call.head.logits(hidden[part])))
             gap, other = call.gap(log_p, part)
             found = fused_chunks.reduce_chunk(log_p, gap, targets[part], call.names, call.chosen(part), other)
             for name, value in found.items():

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from verl_like.models import families, vision
+from verl_like.models import exact, families, vision
+from verl_like.models.attention import EXACT_NAME
 from verl_like.models.fused_linear import Backend, Head, References, full_logits_reductions, fused_reductions
 from verl_like.models.fused_linear import top_log_probs as find_top_log_probs
 from verl_like.models.packing import ModelInput
@@ -64,6 +65,7 @@ class PolicyModel(TokenModel):
         super().__init__(hf)
         self.vocab_size = vocab_size  # ids from here on are unknown to the tokenizer: masked out of the softmax
         self.reduce = partial(fused_reductions, backend=backend) if fused else full_logits_reductions
+        self.exact = False
         self.logit_scale, self.softcap = logit_rule(hf)
         self.top_k = 0  # ids of each token in TOP_LOG_PROBS
         self.low_rank: tuple[Tensor, Tensor, float] | None = None  # A [r, H], B [V, r], scale: a change of the head
@@ -87,7 +89,13 @@ class PolicyModel(TokenModel):
             vocab_size=self.vocab_size,
             scale=self.logit_scale,
             softcap=self.softcap,
+            exact=self.exact and not exact.is_ordinary(),
         )
+
+    def make_exact(self) -> None:
+        """Give every sum one order, whatever is computed beside a token. Raises ValueError where a model has none."""
+        exact.put_in(self.hf, EXACT_NAME)
+        self.exact, self.reduce = True, fused_reductions
 
     def forward(
         self,

@@ -52,6 +52,7 @@ class EngineSpec:
     tokenizer: folder or name of a tokenizer, for rollout.stop.
     run_id: names shared memory.
     address: host and port where the ranks of a replica in processes of its own meet.
+    exact: its sums have the trainer's order (trainer.parity).
     """
 
     rollout: RolloutConfig
@@ -65,6 +66,7 @@ class EngineSpec:
     tokenizer: str
     run_id: str
     address: tuple[str, int] | None = None
+    exact: bool = False
 
     def facts(self) -> dict[str, Any]:
         """Arguments of RolloutEngine's constructor."""

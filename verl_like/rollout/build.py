@@ -68,6 +68,7 @@ def build_rollout_engine(
     run_id: str,
     tokenizer: str | None = None,
     address: tuple[str, int] | None = None,
+    exact: bool = False,
 ) -> RolloutEngine:
     """Build the engine that `rollout.name` asks for, in this process, unloaded.
 
@@ -85,6 +86,7 @@ def build_rollout_engine(
         run_id: names shared memory, different for every run on this machine.
         tokenizer: folder or name, for the texts of rollout.stop; None: the model's.
         address: host and port where the ranks of an SGLang replica meet.
+        exact: log-probs are to be the trainer's to the last bit (trainer.parity).
 
     Raises ValueError for an engine or a combination that is not there.
     """
@@ -112,6 +114,7 @@ def build_rollout_engine(
         tokenizer=tokenizer or model.path,
         run_id=run_id,
         address=address,
+        exact=exact,
     )
     if rollout.engine.code is None or (rollout.engine.own_process and address is None):
         raise ValueError(f"rollout.name={rollout.name!r} is no engine for this process")

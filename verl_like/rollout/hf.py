@@ -14,6 +14,7 @@ import traceback
 from bisect import insort
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from transformers.initialization import no_init_weights
 
 from verl_like.batch import pad_rows
 from verl_like.config import ModelConfig
-from verl_like.models import lora, vision
+from verl_like.models import attention, exact, lora, vision
 from verl_like.models.checkpoint_names import CheckpointNames
 from verl_like.models.families import model_class, padded_attention
 from verl_like.models.loading import load_tokenizer, with_exact_biases
@@ -65,6 +66,10 @@ class HFRolloutEngine(SteppedRolloutEngine):
             )
             if self.keeps_adapters:
                 _attach_adapters(self._model, model, self.dtype)
+        self._exact = spec.exact
+        if self._exact:
+            attention.register()
+            exact.put_in(self._module, attention.EXACT_NAME)
         self._stored = CheckpointNames(self._module)
         records = "rollout.enable_rollout_routing_replay=True"
         self._routers = Routers(self._module, records) if rollout.enable_rollout_routing_replay else None
@@ -201,7 +206,8 @@ class HFRolloutEngine(SteppedRolloutEngine):
             shift_b = torch.stack([axis.max() + 1 - axis.shape[1] for axis in axes]).to(self._device)
             feature_ids = pad_rows(features, side="left", dtype=torch.int64, fill=-1)
             images = self._vision.load(feature_ids, media, self._device)
-        batch = Batch(rows, hf_cache.new_cache(self._module.config), mask_bS, length_b, shift_b)
+        cache = hf_cache.new_cache(self._module.config, whole=self._exact)
+        batch = Batch(rows, cache, mask_bS, length_b, shift_b)
         logits_bV = self._forward(ids_bS, positions_bS, batch, alike, images)
         if all(len(group) == 1 for group in alike):
             return batch, logits_bV
@@ -248,13 +254,17 @@ class HFRolloutEngine(SteppedRolloutEngine):
             return logits_bV[:, : self.tokenizer_size]
         output = self._module(
             input_ids=ids_bs,
-            attention_mask=batch.mask_bS,
+            **self._seen(batch.mask_bS, batch.mask_bS.shape[1] - batch.length_b),
             position_ids=positions_bs,
             past_key_values=batch.cache,
             use_cache=True,
             logits_to_keep=1,
         )
         return output.logits[:, -1, : self.tokenizer_size]
+
+    def _seen(self, mask_bS: Tensor, start_b: Tensor) -> dict[str, Any]:
+        """Say which columns are a row's own: those of the mask, from `start_b` on."""
+        return {"segments": exact.Columns(start_b)} if self._exact else {"attention_mask": mask_bS}
 
     def _collect(self, batch: Batch, done: list[Completion]) -> None:
         """Take the rows that have ended out of the batch, into `done`."""
@@ -346,7 +356,8 @@ class HFRolloutEngine(SteppedRolloutEngine):
             part = sequences[start : start + self._max_num_seqs]
             ids_bS = pad_rows(part, side="right", dtype=torch.int64).to(self._device)
             mask_bS = pad_rows(([1] * len(s) for s in part), side="right", dtype=torch.int64).to(self._device)
-            output = self._module(input_ids=ids_bS, attention_mask=mask_bS, use_cache=False)
+            seen = self._seen(mask_bS, torch.zeros(len(part), dtype=torch.int64, device=self._device))
+            output = self._module(input_ids=ids_bS, **seen, use_cache=False)
             log_probs = output.logits[:, :-1, : self.tokenizer_size].float().log_softmax(dim=-1)
             chosen_bS = log_probs.gather(2, ids_bS[:, 1:, None])[..., 0]
             scored += [row[: len(s) - 1].tolist() for row, s in zip(chosen_bS, part, strict=True)]

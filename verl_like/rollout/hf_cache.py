@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PretrainedConfig
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -106,10 +106,14 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
 
-def new_cache(config: PretrainedConfig) -> DynamicCache:
-    """Make an empty cache for a model, whose layers of plain attention are written in place."""
+def new_cache(config: PretrainedConfig, *, whole: bool = False) -> DynamicCache:
+    """Make an empty cache for a model, whose layers of plain attention are written in place.
+
+    whole: layers with a window keep what it hides, too.
+    """
     cache = DynamicCache(config=config)
-    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    plain = (DynamicLayer, DynamicSlidingWindowLayer) if whole else (DynamicLayer,)
+    cache.layers = [GrowingLayer() if type(layer) in plain else layer for layer in cache.layers]
     return cache
 
 

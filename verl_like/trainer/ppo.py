@@ -17,7 +17,9 @@ from verl_like.algorithms.reward_shaping import shape_rewards
 from verl_like.batch import Evaluated, Experience, Rollouts, Scores, whole_episodes
 from verl_like.config import ActorConfig, CriticConfig
 from verl_like.config.actor import ReplayMode
+from verl_like.config.trainer import Parity
 from verl_like.episodes.collector import Collector
+from verl_like.registry import part
 from verl_like.rewards.manager import RewardManager
 from verl_like.trainer.loop import Loop, prefixed
 from verl_like.trainer.recording import Recorder
@@ -41,6 +43,7 @@ class PPOTrainer(Loop):
     rewards: RewardManager
     validator: Validator
     recorder: Recorder | None = None
+    parity_cost: float | None = None  # of a pass, beside one by torch's usual kernels; None: trainer.parity=off
     on_scores: Callable[[Rollouts, Scores], None] = lambda rollouts, scores: None  # a curriculum learns from them
 
     def start(self) -> None:
@@ -53,6 +56,9 @@ class PPOTrainer(Loop):
         if policy.actor.router_replay.mode == ReplayMode.R3 and not policy.rollout.engine.recorded:
             with start_phase("check of the rollout engine's routes"):
                 check_routes(self.config, self.source, self.actor)
+        if self.config.trainer.parity == Parity.exact:
+            with start_phase("proof that trainer and rollout engine are the same"):
+                self.parity_cost = part("proof", "parity")(self.config, self.source, self.actor)
         self.on_start()
         self.validate_before_training()
 
@@ -173,7 +179,16 @@ class PPOTrainer(Loop):
     def update_actor(self, experience: Experience, step: int) -> dict[str, float]:
         """Take all of this step's optimizer steps of the actor."""
         rules = self.update_rules(self.config.actor_rollout_ref.actor)
-        return finish_mismatch(prefixed("actor", self.actor.update(experience, rules, step)))
+        metrics = finish_mismatch(prefixed("actor", self.actor.update(experience, rules, step)))
+        if self.parity_cost is not None:
+            metrics |= {"parity/pass_cost": self.parity_cost}
+            gap = metrics.get("rollout_corr/log_prob_gap_max", 0.0)  # without it nothing was trained on
+            if gap != 0.0:
+                raise RuntimeError(
+                    f"trainer.parity=exact: in step {step} the trainer's log-probs differ from the rollout engine's by "
+                    f"up to {gap:.3g} nats; set trainer.parity=off, and please report model and machine"
+                )
+        return metrics
 
     def update_critic(self, experience: Experience, step: int) -> dict[str, float]:
         """Take all of this step's optimizer steps of the critic."""

@@ -186,6 +186,10 @@ class ActorHandle(RoleHandle):
     def log_probs(self, rollouts: Rollouts) -> Evaluated:
         return self.evaluate("log_probs", rollouts)
 
+    def usual_log_probs(self, rollouts: Rollouts) -> Evaluated:
+        """`log_probs` by torch's usual kernels, of a trainer whose own are exact."""
+        return self.evaluate("usual_log_probs", rollouts)
+
     def update(self, experience: Experience, rules: UpdateRules, step: int) -> dict[str, float]:
         self._on_change()
         return super().update(experience, rules, step)

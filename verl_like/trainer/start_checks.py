@@ -30,7 +30,7 @@ from verl_like.data.foreign import ForeignDataset
 from verl_like.data.media import DEFAULT_MEDIA_KEYS
 from verl_like.data.prompt_truth import own_text
 from verl_like.engine.router_losses import check_router
-from verl_like.models import blocks, families, loading, lora, stages, tensor_plan
+from verl_like.models import blocks, exact, families, loading, lora, stages, tensor_plan
 from verl_like.registry import part
 from verl_like.remote_storage import is_remote
 from verl_like.rollout.build import require_heads, require_quantization
@@ -214,6 +214,7 @@ def _check_role(role: RoleConfig, facts: Facts) -> Iterator[str]:
         lambda: problems_of(lambda: loading.check_ulysses(model, hf_config, role.ulysses), prefix=f"{role.section}."),
         lambda: loading.check_context(model, hf_config, role.context, role.context_key),
         lambda: tensor_plan.check_model(model, hf_config, role.tensor, role.tensor_key),
+        lambda: exact.check(hf_config, torch.device(device)) if role.exact and device is not None else None,
         lambda: tensor_plan.check_experts(
             model, hf_config, role.fsdp.expert_parallel_size, role.expert_key, trained=role.optim is not None
         ),

@@ -17,6 +17,7 @@ from verl_like.config.distillation import TOP_K
 from verl_like.config.roles import ACTOR, CRITIC, REF, REWARD
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.engine.train_engine import ENTROPY, FULL_KL, LOG_PROBS, SUM_PI_SQUARED, VALUES
+from verl_like.models import exact
 from verl_like.models.heads import TOP_IDS, TOP_LOG_PROBS, PolicyModel
 from verl_like.models.routes import ROUTES
 from verl_like.observe.metrics import memory_metrics
@@ -115,6 +116,11 @@ class ActorRole(TrainedRole):
             routes_T=out.get(ROUTES),
             routed_length_B=batch.num_tokens_B() if ROUTES in out else None,
         )
+
+    def usual_log_probs(self, batch: Sequences) -> Evaluated:
+        """Compute `log_probs` by torch's usual kernels, to compare times with `trainer.parity=exact`."""
+        with exact.ordinary():
+            return self.log_probs(batch)
 
     def base_log_probs(self, batch: Sequences) -> Evaluated:
         """Compute `log_probs` of the model without its adapters."""

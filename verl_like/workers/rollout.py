@@ -14,6 +14,7 @@ from verl_like.cluster.environment import LOOPBACK, free_port
 from verl_like.cluster.worker_group import RankEnv
 from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.config.rollout import reads_text
+from verl_like.config.trainer import Parity
 from verl_like.heartbeat import DRIVER, span
 from verl_like.models.loading import load_hf_config
 from verl_like.parallel.dist import ProcessInfo, init_distributed
@@ -80,6 +81,7 @@ def rollout_engine(spec: WorkerSpec, process: ProcessInfo, run_id: str) -> Rollo
         run_id=f"{run_id}-{spec.replica}",
         tokenizer=spec.config.data.tokenizer,
         timeout_s=spec.config.trainer.rpc_timeout,
+        exact=spec.config.trainer.parity == Parity.exact,
     )
 
 

@@ -1,12 +1,15 @@
 """Rules of `trainer.*` and `data.*`: the length of a run, checkpoints, determinism, asynchronous modes, profiles."""
 
 from verl_like.config.batch_plan import uncorrected
+from verl_like.config.fsdp import resolve_dtype
 from verl_like.config.paths import model_paths
 from verl_like.config.placement import POOL_KEYS, pools_by, samples_alone
 from verl_like.config.ppo import PPOConfig
+from verl_like.config.rollout import distortions
 from verl_like.config.rule import Findings, idle, rule
 from verl_like.config.rules.groups import SCORED_BY, scored_together
 from verl_like.config.rules.rollout import TURN_KEYS, turns_by
+from verl_like.config.schema import get_value
 
 _ROLLOUT, _FILTER = "actor_rollout_ref.rollout", "algorithm.filter_groups.enable"
 _MODELS = ("actor_rollout_ref.model.path", "critic.model.path", "reward_model.model.path")
@@ -153,3 +156,47 @@ idle(
     when=lambda c: not (c.trainer.profile_steps and c.trainer.profile_tool == "nsys"),
     why="trainer.profile_steps with trainer.profile_tool=nsys uses it",
 )
+
+_ACTOR, _CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
+_MODEL, _FSDP, _PARITY = "actor_rollout_ref.model", f"{_ACTOR}.fsdp_config", "trainer.parity"
+_OTHERS = "the engine's weights are then others than the trainer's"
+_SPLIT = "what is summed over several processes has an order of its own"
+_NOTHING = "there is no mismatch to correct"
+_EXACT: dict[str, tuple[object, str]] = {  # key -> the one value that goes with exact parity, and why
+    "trainer.objective": ("rl", "nothing is sampled"),
+    "trainer.mode": ("sync", "responses are of several versions of the weights"),
+    f"{_ROLLOUT}.quantization": (None, _OTHERS),
+    f"{_ROLLOUT}.tensor_model_parallel_size": (1, _SPLIT),
+    f"{_MODEL}.lora_rank": (0, _OTHERS),
+    f"{_MODEL}.use_remove_padding": (True, "padded rows have other sums"),
+    f"{_MODEL}.use_liger": (False, "its kernels are for GPUs"),
+    f"{_ACTOR}.use_torch_compile": (False, "compiled sums have another order"),
+    f"{_ACTOR}.ulysses_sequence_parallel_size": (1, _SPLIT),
+    **dict.fromkeys((f"{_FSDP}.{name}_parallel_size" for name in ("context", "tensor", "expert")), (1, _SPLIT)),
+    f"{_CORRECTION}.rollout_is": (None, _NOTHING),
+    f"{_CORRECTION}.rollout_rs": (None, _NOTHING),
+    f"{_CORRECTION}.rollout_token_veto_threshold": (None, _NOTHING),
+}
+_DTYPES = (f"{_FSDP}.dtype", f"{_ROLLOUT}.dtype")
+
+
+@rule(_PARITY, f"{_ROLLOUT}.name", "trainer.device", *_DTYPES, *_EXACT)
+def log_probs_can_be_the_same(config: PPOConfig) -> Findings:
+    """Exact parity: the hf engine, a CPU, whole models in one precision, tokens of the model's own distribution."""
+    if config.trainer.parity == "off":
+        return
+    rollout = config.actor_rollout_ref.rollout
+    if not rollout.engine.exact:
+        yield (_PARITY, f"{_ROLLOUT}.name"), "that engine sums in an order of its own; set name=hf, or parity=off"
+    if config.trainer.device == "cuda":
+        yield (_PARITY, "trainer.device"), "its kernels are for CPUs; set device=cpu, or parity=off"
+    for key, (wanted, why) in _EXACT.items():
+        if get_value(config, key) != wanted:
+            fix = "null" if wanted is None else wanted
+            yield (_PARITY, key), f"{why}; set {key.rpartition('.')[2]}={fix}, or parity=off"
+    dtypes = {resolve_dtype(str(get_value(config, key)), "cpu") for key in _DTYPES}
+    if dtypes not in ({"float32"}, {"bfloat16"}):
+        yield (_PARITY, *_DTYPES), "both must have one precision: set both to float32 or bfloat16, or parity=off"
+    if changed := [f"{_ROLLOUT}.{each.partition('=')[0]}" for each in distortions(rollout)]:
+        why = "the sampler's log-probs are those of the changed distribution"
+        yield (_PARITY, *changed), f"{why}; leave the others at their defaults, or set parity=off"

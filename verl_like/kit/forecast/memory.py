@@ -19,7 +19,7 @@ import torch
 from transformers import PretrainedConfig
 
 from verl_like.config import FSDPConfig, PPOConfig, resolve_dtype
-from verl_like.config.batch_plan import takes_own_log_probs, uses_sampler_log_probs
+from verl_like.config.batch_plan import sampler_is_trainer, takes_own_log_probs, uses_sampler_log_probs
 from verl_like.config.micro_batches import Cut
 from verl_like.config.placement import pools_of
 from verl_like.config.roles import ACTOR, CRITIC, REF, ROLLOUT, RoleConfig, roles_of
@@ -277,7 +277,8 @@ def forecast(
     if pools[ACTOR] == pools[ROLLOUT]:
         phases["update_weights"] |= engine
     own = config.actor_rollout_ref.actor
-    if not (takes_own_log_probs(config) or uses_sampler_log_probs(own, config.algorithm.rollout_correction)):
+    sampled = sampler_is_trainer(config) or uses_sampler_log_probs(own, config.algorithm.rollout_correction)
+    if not (sampled or takes_own_log_probs(config)):
         phases["old_log_prob"] = forward(ACTOR)
     if REF in roles:
         phases["ref"] = forward(REF)

@@ -26,10 +26,12 @@ from verl_like.cluster.environment import free_port
 from verl_like.config import OptimConfig, PPOConfig
 from verl_like.config.batch_plan import MicroBatchRule, two_policies
 from verl_like.config.roles import RoleConfig
+from verl_like.config.trainer import Parity
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.engine.microbatch import Objective
 from verl_like.engine.rescue import OutOfMemory
 from verl_like.engine.train_engine import LOG_PROBS, VALUES, LossFn
+from verl_like.kit.selfcheck import parity
 from verl_like.kit.selfcheck.driver import Share
 from verl_like.kit.selfcheck.plain import TEMPERATURE, Measured, apart, scale_weights
 from verl_like.kit.selfcheck.report import Finding
@@ -94,6 +96,8 @@ class SelfCheck:
         for case in work.policy[1:]:
             findings += self.against_plain(engine, case, self.measure(engine, case, case.shares[1][0]))
         cuts = self.cuts(engine, process, work, first)
+        if engine.role.exact:
+            findings.append(parity.finding(self.settings(), engine, work.vocab_size))
         del engine
         if work.critic is not None:
             critic = self.critic(process)
@@ -187,6 +191,7 @@ class SelfCheck:
             fsdp=dataclasses.replace(fsdp, sync_every_micro_batch=False) if reduce_once else fsdp,
             optim=OptimConfig(),
             freeze_vision_tower=policy.actor.freeze_vision_tower,
+            exact=packed and self.config.trainer.parity == Parity.exact,
         )
         sizes: dict[str, Any] = {"tokenizer_size": work.vocab_size, "seed": self.config.trainer.seed}
         engine, scale = FSDPEngine(role, process, num_schedule_steps=1, **sizes), reference_scale(settings)

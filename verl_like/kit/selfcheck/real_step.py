@@ -20,6 +20,7 @@ from verl_like.config import PPOConfig
 from verl_like.config.actor import RouterReplayConfig
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.roles import needs_critic
+from verl_like.config.trainer import Parity
 from verl_like.models.loading import load_tokenizer
 from verl_like.trainer.costs import ModelCosts
 from verl_like.trainer.facts import resolve_world
@@ -103,6 +104,7 @@ def small(config: PPOConfig, ranks: int, folder: str) -> PPOConfig:
             n_gpus_per_node=ranks,
             launcher="ray" if ranks > 1 else "local",
             mode="sync",
+            parity=Parity.off,  # the given rollouts have log-probs of their own
             placement={},
             log_dir=folder,
             critic_warmup=0,
