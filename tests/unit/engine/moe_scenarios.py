@@ -30,11 +30,12 @@ def everything(process: ProcessInfo, paths: dict[str, str], save_to: str | None)
     return {name: _one_family(process, path, save_to and f"{save_to}/{name}") for name, path in paths.items()}
 
 
-SPREAD: dict[str, dict[str, Any]] = {  # over two ranks; all but the last share their rows
+SPREAD: dict[str, dict[str, Any]] = {  # over two ranks, which share their rows but for experts
     "Ulysses": {"ulysses": 2},
     "context": {"fsdp": FSDPConfig(context_parallel_size=2)},
     "tensor": {"fsdp": FSDPConfig(tensor_parallel_size=2)},
     "experts": {"fsdp": FSDPConfig(expert_parallel_size=2)},
+    "pipeline": {"fsdp": FSDPConfig(pipeline_parallel_size=2)},
 }
 
 

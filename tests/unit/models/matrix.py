@@ -12,8 +12,9 @@ from pathlib import Path
 
 from tests.unit.models import tiny_vision, zoo
 from tests.unit.models.test_routes import KINDS as ROUTED
+from verl_like.config.fsdp import FSDPConfig
 from verl_like.config.model import ModelConfig
-from verl_like.models import families, loading, tensor_plan
+from verl_like.models import exact, families, loading, stages, tensor_plan
 from verl_like.models.families import Family
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
@@ -22,18 +23,21 @@ TYPES: dict[str, Family] = families.FAMILIES | families.VISION | families.NESTED
 YES, NONE = "yes", "-"
 LEGEND = "yes: a test runs it. -: it has no such part. Numbers: why not."
 
+_STAGES = FSDPConfig(pipeline_parallel_size=2)
 # Ways to spread a model over two ranks, and the check that speaks before anything is loaded
 SPREAD: dict[str, Callable[[ModelConfig, object], None]] = {
     "Ulysses": lambda model, config: loading.check_ulysses(model, config, 2),  # type: ignore[arg-type]
     "context": lambda model, config: loading.check_context(model, config, 2, "context_parallel_size"),  # type: ignore[arg-type]
     "tensor": lambda model, config: tensor_plan.check_model(model, config, 2),  # type: ignore[arg-type]
     "experts": lambda model, config: tensor_plan.check_experts(model, config, 2, trained=True),  # type: ignore[arg-type]
+    "pipeline": lambda model, config: stages.check_stages(model, config, _STAGES, "", trained=True),  # type: ignore[arg-type]
 }
 _REASONS = {
     r"carry state from token to token": "its layers carry state from token to token, and need whole sequences",
     r"needs packed sequences": "its rows are padded",
     r"has no tensor-parallel plan": "transformers has no tensor-parallel plan for it",
     r"leaves attention whole": "transformers' plan leaves its attention whole (multi-head latent attention)",
+    r"not cut into stages": "its layers have not been cut into stages",
     r"not available for vision-language models": "not built for models that see",
 }
 _UNTRIED = "nobody has tried"
@@ -88,6 +92,7 @@ def cells(name: str, path: str) -> dict[str, str]:
         if name == "jamba"
         else _UNTRIED,
         "proof": YES,
+        "parity": YES if name in exact.KNOWN_TYPES else "its sums have not been put into one order",
     }
 
 

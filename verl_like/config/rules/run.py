@@ -172,7 +172,9 @@ _EXACT: dict[str, tuple[object, str]] = {  # key -> the one value that goes with
     f"{_MODEL}.use_liger": (False, "its kernels are for GPUs"),
     f"{_ACTOR}.use_torch_compile": (False, "compiled sums have another order"),
     f"{_ACTOR}.ulysses_sequence_parallel_size": (1, _SPLIT),
-    **dict.fromkeys((f"{_FSDP}.{name}_parallel_size" for name in ("context", "tensor", "expert")), (1, _SPLIT)),
+    **dict.fromkeys(
+        (f"{_FSDP}.{axis}_parallel_size" for axis in ("context", "tensor", "expert", "pipeline")), (1, _SPLIT)
+    ),
     f"{_CORRECTION}.rollout_is": (None, _NOTHING),
     f"{_CORRECTION}.rollout_rs": (None, _NOTHING),
     f"{_CORRECTION}.rollout_token_veto_threshold": (None, _NOTHING),
