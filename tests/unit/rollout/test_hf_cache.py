@@ -86,8 +86,8 @@ def test_tokens_are_added_in_place() -> None:
     layer, one = GrowingLayer(), torch.randn(2, HEADS, 1, SIZE)
     places = set[int]()
     for _ in range(300):
-        layer.update(one, one)
-        places.add(layer._memory[0].data_ptr())
+        keys, _ = layer.update(one, one)
+        places.add(keys.untyped_storage().data_ptr())
     assert len(places) <= 5 and layer.get_seq_length() == 300
 
 
