@@ -74,6 +74,8 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
             if process.device.type == "cpu":
                 lora.compute_directly(self._llm)
         self._model: Any = compat.model_of(self._llm)
+        if process.device.type == "cpu":
+            compat.rotate_all_heads(self._model)
         self._routes: routes.Captured | routes.Returned | None = None
         if options["routes"]:
             kind, on_cpu = route_type(spec.hf_config), process.device.type == "cpu"
