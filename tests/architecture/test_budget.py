@@ -14,7 +14,7 @@ import pytest
 
 from tests.architecture.source import Source, package_sources, parse
 
-MOST_LINES = {"core": 34_980, "plugins": 15_850, "kit": 11_445}  # of code, by ring
+MOST_LINES = {"core": 34_980, "plugins": 15_850, "kit": 11_528}  # of code, by ring
 MOST_SMALL_FILES = {
     "core": 34,
     "plugins": 38,
