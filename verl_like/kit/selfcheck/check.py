@@ -35,7 +35,15 @@ from verl_like.kit.selfcheck import parity
 from verl_like.kit.selfcheck.driver import Share
 from verl_like.kit.selfcheck.plain import TEMPERATURE, Measured, apart, scale_weights
 from verl_like.kit.selfcheck.report import Finding
-from verl_like.kit.selfcheck.work import Case, Work, comparable, prepare, reference_scale, with_rows_apart
+from verl_like.kit.selfcheck.work import (
+    Case,
+    Work,
+    comparable,
+    prepare,
+    reference_scale,
+    unchecked_routers,
+    with_rows_apart,
+)
 from verl_like.models.families import why_padded
 from verl_like.models.heads import HF_PREFIX
 from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
@@ -77,7 +85,7 @@ class SelfCheck:
             shutdown_distributed()
         if ranks > 1:
             findings += self.in_processes(ranks, work, first)
-        return findings, work.notes
+        return findings, [*work.notes, *unchecked_routers(self.config)]
 
     def prepare(self, *, ranks: int = 1) -> Work:
         """Rows, shares and the yardstick's answers."""

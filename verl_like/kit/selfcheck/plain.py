@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ from verl_like.models import families
 from verl_like.models.heads import VALUE_HEAD, attach_value_head
 from verl_like.models.loading import has_weights, load_hf_config
 
-_PIECE = 2**22  # numbers
+_PIECE = 2**17  # numbers: what is made of them stays in the processor's cache
+_WAITING = 128  # tokens whose part of the head's gradient is added up at once
 TEMPERATURE = 0.8  # not 1, so that a path that forgets it shows
 
 
@@ -70,32 +72,46 @@ class PlainModel:
         self.adapters = PlainAdapters.of(self.hf, model) if model.lora_rank > 0 else None
         if self.adapters is not None:
             self.adapters.merge(self.hf)
+            for name, weight in self.hf.named_parameters():
+                weight.requires_grad_(name.removesuffix(".weight") in self.adapters.base or name.startswith("score."))
+        self.late = _late(self.hf)
 
-    def answers(self, rows: Sequences, row: int) -> dict[str, Tensor]:
-        """Compute log_probs, entropy, sum_pi_squared, full_kl, or values: [R] of the row's response, with a graph."""
+    def answers(self, rows: Sequences, row: int, names: Iterable[str]) -> dict[str, Tensor]:
+        """Compute some of log_probs, entropy, sum_pi_squared, full_kl, or values: [R] of the row's response.
+
+        They have a graph.
+        """
         prompt = rows.prompt_ids_BP[row, rows.prompt_ids_BP.shape[1] - int(rows.prompt_length_B[row]) :]
         response = rows.response_ids_BR[row, : int(rows.response_length_B[row])].long()
-        tokens, before = torch.cat([prompt.long(), response])[None].to(self.device), slice(len(prompt) - 1, -1)
+        tokens, before = torch.cat([prompt.long(), response])[None].to(self.device), slice(-1 - len(response), -1)
         if self.critic:
             hidden = self.hf.base_model(input_ids=tokens, use_cache=False).last_hidden_state[0, before]
             return {"values": (hidden @ self.hf.score.weight[0]).cpu()}
         seen: dict[str, Tensor] = {}
         if self.pictures is not None and rows.media is not None:
             seen = self.pictures.of(tokens, rows.media[row], self.dtype)
-        log_probs = self.distribution(self.hf, tokens, **seen)[before]
-        chosen = log_probs.gather(1, response[:, None].to(self.device))[:, 0]
-        found = {"log_probs": chosen.cpu(), "entropy": -(log_probs.exp() * log_probs).sum(dim=-1).cpu()}
-        found["sum_pi_squared"] = (2 * log_probs).exp().sum(dim=-1).cpu()
-        if self.reference is None:
-            return found
-        with torch.no_grad():
-            other = self.distribution(self.reference, tokens, **seen)[before]
-        return found | {"full_kl": (log_probs.exp() * (log_probs - other)).sum(dim=-1).cpu()}
+        log_probs, found = self.distribution(self.hf, tokens, len(response), **seen), dict[str, Tensor]()
+        if "log_probs" in names:
+            found["log_probs"] = log_probs.gather(1, response[:, None].to(self.device))[:, 0].cpu()
+        if "entropy" in names:
+            found["entropy"] = -(log_probs.exp() * log_probs).sum(dim=-1).cpu()
+        if "sum_pi_squared" in names:
+            found["sum_pi_squared"] = (2 * log_probs).exp().sum(dim=-1).cpu()
+        if "full_kl" in names:
+            with torch.no_grad():
+                other = self.distribution(self.reference, tokens, len(response), **seen)
+            found["full_kl"] = (log_probs.exp() * (log_probs - other)).sum(dim=-1).cpu()
+        return found
 
-    def distribution(self, hf: Any, tokens: Tensor, **seen: Tensor) -> Tensor:
-        """Log-probs of all ids that the tokenizer knows, after each token: [L, V]. seen: of images."""
-        logits = hf(input_ids=tokens, use_cache=False, **seen).logits[0, :, : self.vocab_size].to(self.dtype)
-        return (logits / self.temperature).log_softmax(dim=-1)
+    def distribution(self, hf: Any, tokens: Tensor, size: int, **seen: Tensor) -> Tensor:
+        """Log-probs of all ids that the tokenizer knows, before each of the last `size` tokens: [size, V].
+
+        seen: of images. A model that can computes no others.
+        """
+        few = {"logits_to_keep": size + 1} if "logits_to_keep" in inspect.signature(hf.forward).parameters else {}
+        logits = hf(input_ids=tokens, use_cache=False, **few, **seen).logits
+        known = logits[0, -1 - size : -1, : self.vocab_size].to(self.dtype)
+        return (known / self.temperature).log_softmax(dim=-1)
 
     def column(self, rows: Sequences, name: str) -> Tensor:
         """One answer for all rows, [B, R], 0 where there is no response."""
@@ -106,7 +122,7 @@ class PlainModel:
         """Several answers for all rows, by name, in one pass."""
         found = {name: torch.zeros(rows.response_ids_BR.shape, dtype=self.dtype) for name in names}
         for row in range(len(rows)):
-            answers = self.answers(rows, row)
+            answers = self.answers(rows, row, found)
             for name, column in found.items():
                 column[row, : len(answers[name])] = answers[name]
         return found
@@ -114,14 +130,18 @@ class PlainModel:
     def measure(self, loss: PlainPolicyLoss) -> Measured:
         """Forward and backward of every row of the loss."""
         total = scale = 0.0
+        wanted = {"entropy": loss.config.actor_rollout_ref.actor.entropy_coeff, "full_kl": self.reference}
+        names = ["log_probs", *(name for name, reason in wanted.items() if reason)]
         for row in loss.rows:
-            answers = self.answers(loss.material.rollouts, row.number)
+            answers = self.answers(loss.material.rollouts, row.number, names)
             if isinstance(loss, PlainValueLoss):
                 part = loss.value_loss(row, answers["values"])
             else:
-                part = loss(row, answers["log_probs"], answers["entropy"], answers.get("full_kl"))
+                part = loss(row, answers["log_probs"], answers.get("entropy"), answers.get("full_kl"))
             part.backward()
             total, scale = total + part.item(), scale + abs(part.item())
+        for head in self.late:
+            head.add_up()
         gradient = {
             name: torch.zeros_like(weight).cpu() if weight.grad is None else weight.grad.cpu()
             for name, weight in self.hf.named_parameters()
@@ -174,6 +194,77 @@ def _stored_head(folder: Path) -> Tensor | None:
             if VALUE_HEAD in stored.keys():  # noqa: SIM118 (not a dict)
                 return stored.get_tensor(VALUE_HEAD)
     return None
+
+
+class _Head(nn.Linear):
+    """A head without bias that adds the gradient of its weight up over many tokens.
+
+    Autograd alone makes a matrix as large as the vocabulary of every row, and adds it to the others.
+    """
+
+    waiting: list[tuple[Tensor, Tensor]]
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _LateHead.apply(input, self.weight, self)
+
+    def add_up(self) -> None:
+        """Put into weight.grad what waits."""
+        if self.waiting:
+            given, gradient = map(torch.cat, zip(*self.waiting, strict=True))
+            _gradient_of(self.weight).addmm_(gradient.T, given)
+        self.waiting = []
+
+
+class _LateHead(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, weight: Tensor, head: _Head) -> Tensor:
+        ctx.given, ctx.head = given.detach(), head
+        return given @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,), head = gradients, ctx.head
+        head.waiting.append((ctx.given.flatten(0, -2), gradient.flatten(0, -2)))
+        if sum(len(given) for given, _ in head.waiting) >= _WAITING:
+            head.add_up()
+        return gradient @ head.weight, None, None
+
+
+class _Table(nn.Embedding):
+    """Embeddings whose gradient is added to the rows that were read, for the same reason."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _LateTable.apply(input, self.weight, self.padding_idx)
+
+
+class _LateTable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, unread: int | None) -> Tensor:
+        ctx.ids, ctx.weight, ctx.unread = ids, weight, unread
+        return weight[ids]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
+        read = ctx.ids != ctx.unread if ctx.unread is not None else torch.ones_like(ctx.ids, dtype=torch.bool)
+        _gradient_of(ctx.weight).index_add_(0, ctx.ids[read], gradients[0][read])
+        return None, None, None
+
+
+def _gradient_of(weight: Tensor) -> Tensor:
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight)
+    return weight.grad
+
+
+def _late(hf: Any) -> list[_Head]:
+    """Let head and embeddings of the plain kinds, where they are trained, add their gradients up; return the heads."""
+    table, head = hf.get_input_embeddings(), hf.get_output_embeddings()
+    if type(table) is nn.Embedding and table.weight.requires_grad:
+        table.__class__ = _Table
+    if type(head) is not nn.Linear or not head.weight.requires_grad or head.bias is not None:
+        return []
+    head.__class__, head.waiting = _Head, []
+    return [head]
 
 
 def apart(reference: dict[str, Tensor], other: dict[str, Tensor]) -> float:

@@ -171,7 +171,9 @@ class PlainPolicyLoss:
         assert self.material.rollouts.rollout_log_probs_BR is not None
         return self.numbers(self.material.rollouts.rollout_log_probs_BR, row)
 
-    def __call__(self, row: PlainRow, log_probs_R: Tensor, entropy_R: Tensor, full_kl_R: Tensor | None) -> Tensor:
+    def __call__(
+        self, row: PlainRow, log_probs_R: Tensor, entropy_R: Tensor | None, full_kl_R: Tensor | None
+    ) -> Tensor:
         """The row's part of the mini-batch's loss; the answers with a graph, under logits / temperature."""
         actor, material, mask_R = self.config.actor_rollout_ref.actor, self.material, row.mask_R
         old_R = log_probs_R.detach()
@@ -198,7 +200,9 @@ class PlainPolicyLoss:
             kl = self.joining.row(kl_R, row, mode)
             self.add("kl_loss", kl)
             loss = loss + actor.kl_loss_coef * kl
-        loss = actor.rl_loss_coef * loss - actor.entropy_coeff * self.joining.row(entropy_R, row, mode)
+        loss = actor.rl_loss_coef * loss
+        if entropy_R is not None:
+            loss = loss - actor.entropy_coeff * self.joining.row(entropy_R, row, mode)
         if actor.sft_loss_coef and float(material.scores.score_B[row.number]) > 0:
             loss = loss + actor.sft_loss_coef * self.joining.row(-log_probs_R, row, mode)
         return loss

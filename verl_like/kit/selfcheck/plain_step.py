@@ -194,7 +194,8 @@ class PlainRecord:
 class PlainStep:
     """The step of a configuration from rollouts and scores.
 
-    `credit` and `update` fill the columns, all of rows that are trained on (`kept`), in the rollouts' order.
+    `evaluate`, `credit` and `update` fill the columns, those of rows that are trained on (`kept`), in the rollouts'
+    order. The first step is evaluated where it is made: what the sampler told follows from it.
     """
 
     config: PPOConfig
@@ -225,7 +226,8 @@ class PlainStep:
             name: {weight: whole.to("cpu", torch.float32, copy=True) for weight, whole in role.weights().items()}
             for name, role in self.trained.items()
         }
-        self.evaluate()
+        if self.number > 1:
+            self.evaluate()
         self.credit()
         self.update()
         return PlainRecord(
@@ -250,8 +252,9 @@ class PlainStep:
         names += ["full_kl"] if actor.reference is not None else []
         found |= actor.columns(self.rollouts, names)
         found["old_log_probs"] = found.pop("log_probs")
-        if self.reference is not None:
+        if self.reference is not None and "ref_log_probs" not in found:  # it stays as it is
             found["ref_log_probs"] = self.reference.column(self.rollouts, "log_probs")
+            self.reference = None
         if self.critic is not None:
             found["values"] = self.critic.model.column(self.rollouts, "values")
 

@@ -63,7 +63,7 @@ def small(config: PPOConfig, ranks: int, folder: str) -> PPOConfig:
 
     def micro(prefix: str) -> dict[str, Any]:
         """Several micro-batches to a mini-batch on each rank, cut by tokens or by rows as in the run."""
-        sizes = {"micro_batch_size_per_gpu": 3, "micro_batch_size": None, "max_token_len_per_gpu": longest}
+        sizes = {"micro_batch_size_per_gpu": 4, "micro_batch_size": None, "max_token_len_per_gpu": longest}
         return {f"{prefix}_{name}": size for name, size in sizes.items()}
 
     def cut(section: Section) -> Section:

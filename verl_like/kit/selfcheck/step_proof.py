@@ -28,7 +28,7 @@ from verl_like.kit.selfcheck.plain_adapters import unchecked_adapters, with_nois
 from verl_like.kit.selfcheck.plain_step import PlainOptimizer, PlainRecord, PlainRole, PlainStep
 from verl_like.kit.selfcheck.real_step import RealStep, real_steps, small
 from verl_like.kit.selfcheck.report import Finding, table
-from verl_like.kit.selfcheck.work import comparable, longest_row, with_first_layers
+from verl_like.kit.selfcheck.work import comparable, longest_row, unchecked_routers, with_first_layers
 from verl_like.models.families import sees, state_of
 from verl_like.models.loading import load_hf_config, load_tokenizer
 
@@ -54,7 +54,7 @@ def prove_step(config: PPOConfig, *, ranks: int) -> tuple[list[Finding], list[st
     notes += ["not checked: algorithm.use_pf_ppo, which is off in the proof"] if config.algorithm.use_pf_ppo else []
     replay = config.actor_rollout_ref.actor.router_replay.mode
     notes += [f"not checked: router_replay.mode={replay}, which is off in the proof"] if replay != "disabled" else []
-    notes += unchecked_adapters(config.actor_rollout_ref.model)
+    notes += [*unchecked_routers(config), *unchecked_adapters(config.actor_rollout_ref.model)]
     with tempfile.TemporaryDirectory() as folder:
         config = comparable(with_noise(config, Path(folder) / "adapters"))
         found, notes = _proved(small(config, _ranks(config, ranks), folder), notes)
@@ -124,16 +124,9 @@ def plain_step(config: PPOConfig, vocab_size: int) -> PlainStep:
     if REF in roles:
         reference = model(dataclasses.replace(roles[REF].model, lora_rank=0, lora_adapter_path=None))
     rollouts, scores, left_out = frozen_rollouts(config, vocab_size)
-    log_probs_BR = actor.column(rollouts, "log_probs")
-    generator = torch.Generator().manual_seed(1)
-    gap_B1 = torch.tensor([MISMATCH[row % 3] for row in range(len(rollouts))])[:, None]
-    noise_BR = torch.randn(log_probs_BR.shape, generator=generator) * gap_B1
-    sampled_BR = ((log_probs_BR + noise_BR) * rollouts.response_mask_BR).float()
-    if old_log_probs_of(config) != "sampler" and len(sampled_BR) > 4:
-        sampled_BR[4, 0] = float("nan")  # a log-prob that the sampler did not tell
-    return PlainStep(
+    step = PlainStep(
         config=config,
-        rollouts=rollouts.replace(rollout_log_probs_BR=sampled_BR),
+        rollouts=rollouts,
         scores=scores,
         actor=PlainRole(actor, policy.actor.optim, policy.actor.grad_clip, total),
         critic=PlainRole(model(critic.model, critic=True), critic.optim, critic.grad_clip, total)
@@ -142,13 +135,23 @@ def plain_step(config: PPOConfig, vocab_size: int) -> PlainStep:
         reference=reference,
         notes=left_out,
     )
+    step.evaluate()
+    log_probs_BR = step.columns["old_log_probs"]
+    generator = torch.Generator().manual_seed(1)
+    gap_B1 = torch.tensor([MISMATCH[row % 3] for row in range(len(rollouts))])[:, None]
+    noise_BR = torch.randn(log_probs_BR.shape, generator=generator) * gap_B1
+    sampled_BR = ((log_probs_BR + noise_BR) * rollouts.response_mask_BR).float()
+    if old_log_probs_of(config) != "sampler" and len(sampled_BR) > 4:
+        sampled_BR[4, 0] = float("nan")  # a log-prob that the sampler did not tell
+    step.rollouts = rollouts.replace(rollout_log_probs_BR=sampled_BR)
+    return step
 
 
 def frozen_rollouts(config: PPOConfig, vocab_size: int) -> tuple[Rollouts, Scores, list[str]]:
     """Rows of every prompt of a batch, of the lengths that data.* allows, with what a step has to treat in its own way.
 
-    Text that was not sampled, cut-off responses, a row without a reward, ties, images where the model sees, and one row
-    as long as the run's. With them what has no row.
+    Text that was not sampled, cut-off responses, responses that begin alike, a row without a reward, ties, images where
+    the model sees, and one row as long as the run's. With them what has no row.
     """
     hf_config = load_hf_config(config.actor_rollout_ref.model)
     n, prompts = config.actor_rollout_ref.rollout.n, config.data.train_batch_size
@@ -175,7 +178,12 @@ def frozen_rollouts(config: PPOConfig, vocab_size: int) -> tuple[Rollouts, Score
     responses = lengths(3, min(28, most.max_response_length))
     responses[0] = long_response
     rows = range(prompts * n)
-    response_ids_BR = pad_rows([tokens(size) for size in responses], side="right", dtype=torch.int32)
+    texts = [tokens(size) for size in responses]
+    for row in rows:
+        if row % n:  # the rows of a prompt are a tree: each begins as the one before, a token further
+            common = min(row % n + 1, len(texts[row - 1]), len(texts[row]))
+            texts[row][:common] = texts[row - 1][:common]
+    response_ids_BR = pad_rows(texts, side="right", dtype=torch.int32)
     length_B = torch.tensor(responses)
     mask_BR = torch.arange(response_ids_BR.shape[1])[None, :] < length_B[:, None]
     mask_BR[::3, 1:3] = False

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 from verl_like.algorithms.kl import FULL_KL_KIND
 from verl_like.batch import Rollouts
 from verl_like.config import FSDPConfig, ModelConfig, PPOConfig
+from verl_like.config.actor import RouterConfig
 from verl_like.config.batch_plan import two_policies
 from verl_like.config.roles import needs_critic
 from verl_like.kit.selfcheck.driver import Share, old_log_probs_of, shares_of
@@ -167,6 +168,12 @@ def left_out(config: PPOConfig) -> list[str]:
     return lines + unchecked_adapters(policy.model)
 
 
+def unchecked_routers(config: PPOConfig) -> list[str]:
+    """Say which settings of actor.router are off in both checks: the plain model knows no losses of routers."""
+    router = config.actor_rollout_ref.actor.router
+    return ["not checked: actor.router's losses and bias, off here"] if router.counts_tokens else []
+
+
 def reference_scale(config: PPOConfig) -> float | None:
     """Return the factor on the policy's weights that makes the reference, for kl_loss_type=full.
 
@@ -184,7 +191,7 @@ def comparable(config: PPOConfig) -> PPOConfig:
     policy = dataclasses.replace(
         policy,
         model=_without_dropout(policy.model),
-        actor=dataclasses.replace(policy.actor, fsdp_config=float32(policy.actor.fsdp_config)),
+        actor=dataclasses.replace(policy.actor, router=RouterConfig(), fsdp_config=float32(policy.actor.fsdp_config)),
         ref=dataclasses.replace(policy.ref, fsdp_config=float32(policy.ref.fsdp_config)),
     )
     model = _without_dropout(critic.model) if needs_critic(critic, config.algorithm) else critic.model
