@@ -140,6 +140,9 @@ class Stage:
         if absent:
             parent, _, own = name.rpartition(".")
             setattr(self._model.get_submodule(parent), own, Absent())
+            for part in module.modules():  # whoever still holds it, its memory is needed for the next one
+                part._parameters.clear()
+                part._buffers.clear()
         return absent
 
     def drop_the_rest(self) -> None:

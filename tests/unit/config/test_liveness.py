@@ -25,6 +25,10 @@ SAMPLES: dict[str, Any] = {
     "distillation.teacher_model.inference.name": "sglang",
     "trainer.n_gpus_per_node": 2,
     "trainer.placement": {"values": {"roles": ["critic"], "n_gpus_per_node": 2}},
+    **{
+        f"{section}.fsdp_config.pipeline_schedule": "gpipe"
+        for section in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic.model", "reward_model.model")
+    },
     "data.chat_template": "chatml",
     "trainer.logger": ["console", "tensorboard"],
     "trainer.full_determinism": True,

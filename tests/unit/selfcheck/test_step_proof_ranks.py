@@ -30,6 +30,7 @@ COMMON = [
 ]
 GRPO, GAE = ["algorithm.adv_estimator=grpo"], ["algorithm.adv_estimator=gae"]
 CHUNKS = [*GAE, *(f"{name}.fsdp_config.context_parallel_size=2" for name in (ACTOR, "critic.model"))]
+STAGES = [*GAE, *(f"{name}.fsdp_config.pipeline_parallel_size=2" for name in (ACTOR, "critic.model"))]
 ULYSSES = [*GRPO, f"{ACTOR}.ulysses_sequence_parallel_size=2"]
 
 # What every worker imports (VERL_USE_EXTERNAL_MODULES), the configuration, and the line that must find it first.
@@ -108,7 +109,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(write_tiny_model(tmp_path_factory.mktemp("step")))
 
 
-@pytest.mark.parametrize("keys", [GAE, ULYSSES, CHUNKS], ids=["gae", "ulysses", "chunks"])
+@pytest.mark.parametrize("keys", [GAE, ULYSSES, CHUNKS, STAGES], ids=["gae", "ulysses", "chunks", "stages"])
 def test_a_sound_step_passes(model: Path, keys: list[str]) -> None:
     findings, _ = prove_step(compose([*COMMON, *keys, f"actor_rollout_ref.model.path={model}"]), ranks=2)
     assert all(each.passed for each in findings), table(findings)
