@@ -14,7 +14,7 @@ import pytest
 
 from tests.architecture.source import Source, package_sources, parse
 
-MOST_LINES = {"core": 35_320, "plugins": 15_850, "kit": 11_550}  # of code, by ring
+MOST_LINES = {"core": 35_340, "plugins": 15_850, "kit": 11_550}  # of code, by ring
 MOST_SMALL_FILES = {
     "core": 34,
     "plugins": 38,
