@@ -41,6 +41,7 @@ _ROTARY_TYPES = ("default", "linear", "llama3", "yarn")  # frequencies that do n
 _ROWS, _MANY_ROWS = 32, 512  # of one product
 _TRIED = 2**24  # [results] of the larger product, at most: the comparison costs as much
 _KEYS, _QUERY_ROWS = 64, 16  # of one block of attention; a token's r queries stay together
+_MANY_QUERIES = 8  # [blocks] of queries in a large one
 _SCORES = 2**24  # [numbers] of scores that are kept at a time
 _ordinary: ContextVar[bool] = ContextVar("ordinary", default=False)
 
@@ -220,24 +221,44 @@ class _Attention(torch.autograd.Function):
 
 @torch.no_grad()
 def in_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, position_GQ: Tensor) -> Tensor:
+    """Compute `attention` without a gradient."""
     dtype, (num_rows, length, dim), asking = q.dtype, k.shape, position_GQ.shape[1]
     repeats = q.shape[1] // asking
-    tokens = -(-_QUERY_ROWS // repeats)  # of a block of queries
-    missing, blank = -asking % tokens, -length % _KEYS
-    position_GQ = torch.cat([position_GQ, position_GQ[:, -1:].expand(-1, missing)], 1)
+    few = -(-_QUERY_ROWS // repeats)  # tokens of a block of queries
+    many = _MANY_QUERIES * few if _blocks_agree(few * repeats, dim, torch.get_num_threads()) else few
     q, k, v = (t.to(torch.promote_types(dtype, torch.float32)) for t in (q, k, v))
-    q = nn.functional.pad(q, (0, 0, 0, missing * repeats)).mul(scale).view(num_rows, -1, tokens * repeats, dim)
-    k, v = (nn.functional.pad(t, (0, 0, 0, blank)) for t in (k, v))
-    v = torch.cat([v, torch.ones_like(v[..., :1])], -1)  # the sum of the weights is one more value
-    at_once = max(1, _SCORES // (num_rows * tokens * repeats * k.shape[1]))
-    outputs = []
-    for part, at in zip(q.split(at_once, 1), position_GQ.split(at_once * tokens, 1), strict=True):
-        outputs.append(_blocks(part, k, v, at.unflatten(1, (-1, tokens)), repeats, window))
-    return torch.cat(outputs, 1).flatten(1, 2)[:, : asking * repeats].to(dtype)
+    k = nn.functional.pad(k, (0, 0, 0, -length % _KEYS)).transpose(1, 2).contiguous()
+    v = nn.functional.pad(v, (0, 1, 0, -length % _KEYS))
+    v[..., -1] = 1.0  # the sum of the weights is one more value
+    whole, outputs = asking // many * many, []
+    at_once = max(many, _SCORES // (num_rows * repeats * k.shape[2]) // many * many)  # [tokens]
+    for start in [*range(0, whole, at_once), whole]:
+        end, tokens = (min(start + at_once, whole), many) if start < whole else (asking, few)
+        if start < end:
+            missing = -(end - start) % tokens
+            asked = nn.functional.pad(q[:, start * repeats : end * repeats], (0, 0, 0, missing * repeats)) * scale
+            at = position_GQ[:, start:end]
+            at = torch.cat([at, at[:, -1:].expand(-1, missing)], 1).unflatten(1, (-1, tokens))
+            found = _blocks(asked.unflatten(1, (-1, tokens * repeats)), k, v, at, repeats, window)
+            outputs.append(found.flatten(1, 2)[:, : (end - start) * repeats])
+    return torch.cat(outputs, 1).to(dtype)
+
+
+@lru_cache(maxsize=64)
+def _blocks_agree(rows: int, dim: int, threads: int) -> bool:
+    """Look whether large blocks of queries have the bits of small ones, see `_rows_at_once`."""
+    assert threads == torch.get_num_threads()
+    noise = torch.Generator().manual_seed(0)
+    for inner, width in ((dim, _KEYS), (_KEYS, dim + 1)):
+        a, b = (torch.randn(3, *size, generator=noise) for size in ((_MANY_QUERIES * rows, inner), (inner, width)))
+        small = torch.cat([torch.bmm(part, b) for part in a.split(rows, 1)], 1)
+        if not torch.equal(torch.bmm(a, b), small):
+            return False
+    return True
 
 
 def _blocks(q: Tensor, k: Tensor, v: Tensor, position: Tensor, repeats: int, window: int | None) -> Tensor:
-    """Attention of blocks of queries [G, blocks, rows, D] at `position` [G or 1, blocks, tokens]."""
+    """Attention of blocks of queries [G, blocks, rows, D] at `position` [G or 1, blocks, tokens]; k is [G, D, L]."""
     last = position.amax((0, 2)).tolist()  # a block of keys is for the blocks of queries that reach it
     most = q.new_full(q.shape[:-1], -torch.inf)
     total = q.new_zeros(*q.shape[:-1], v.shape[-1])
@@ -245,7 +266,7 @@ def _blocks(q: Tensor, k: Tensor, v: Tensor, position: Tensor, repeats: int, win
     kept: list[tuple[int, int, Tensor]] = []
     for start in range(0, last[-1] + 1, _KEYS):
         first = next(i for i, reach in enumerate(last) if reach >= start)
-        scores = _products(q[:, first:], k[:, start : start + _KEYS].transpose(1, 2))
+        scores = _products(q[:, first:], k[..., start : start + _KEYS])
         distance = at[:, first:] - torch.arange(start, start + _KEYS, device=q.device)
         hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
         scores.masked_fill_(hidden, -torch.inf)
@@ -260,7 +281,8 @@ def _blocks(q: Tensor, k: Tensor, v: Tensor, position: Tensor, repeats: int, win
 def _products(a: Tensor, b: Tensor) -> Tensor:
     """Multiply blocks [G, blocks, rows, n] with their row's [G, n, m]."""
     count = a.shape[1]
-    return torch.bmm(a.flatten(0, 1), b.repeat_interleave(count, 0)).unflatten(0, (-1, count))
+    b = b if count == 1 else b.repeat_interleave(count, 0)
+    return torch.bmm(a.flatten(0, 1), b).unflatten(0, (-1, count))
 
 
 def padded_attention(

@@ -92,6 +92,7 @@ class PPOTrainer(Loop):
                 if actor_updates:
                     with clock("update_actor"):
                         metrics |= self.update_actor(experience, step)
+                metrics |= self.check_parity(metrics, step)
                 self.state = self.state.advance(metrics, num_sequences=len(episodes), actor_updated=actor_updates)
                 self.checkpoints.step_ended(self)
                 self.unreported = partial(self.report.step, step, rollouts, scores, metrics, clock)
@@ -179,16 +180,19 @@ class PPOTrainer(Loop):
     def update_actor(self, experience: Experience, step: int) -> dict[str, float]:
         """Take all of this step's optimizer steps of the actor."""
         rules = self.update_rules(self.config.actor_rollout_ref.actor)
-        metrics = finish_mismatch(prefixed("actor", self.actor.update(experience, rules, step)))
-        if self.parity_cost is not None:
-            metrics |= {"parity/pass_cost": self.parity_cost}
-            gap = metrics.get("rollout_corr/log_prob_gap_max", 0.0)  # without it nothing was trained on
-            if gap != 0.0:
-                raise RuntimeError(
-                    f"trainer.parity=exact: in step {step} the trainer's log-probs differ from the rollout engine's by "
-                    f"up to {gap:.3g} nats; set trainer.parity=off, and please report model and machine"
-                )
-        return metrics
+        return finish_mismatch(prefixed("actor", self.actor.update(experience, rules, step)))
+
+    def check_parity(self, metrics: dict[str, float], step: int) -> dict[str, float]:
+        """Metrics of trainer.parity=exact, by those of the step. Raises RuntimeError for log-probs that differ."""
+        if self.parity_cost is None:
+            return {}
+        gap = metrics.get("rollout_corr/log_prob_gap_max", 0.0)  # without it the actor was not trained
+        if gap != 0.0:
+            raise RuntimeError(
+                f"trainer.parity=exact: in step {step} the trainer's log-probs differ from the rollout engine's by up "
+                f"to {gap:.3g} nats; set trainer.parity=off, and please report model and machine"
+            )
+        return {"parity/pass_cost": self.parity_cost}
 
     def update_critic(self, experience: Experience, step: int) -> dict[str, float]:
         """Take all of this step's optimizer steps of the critic."""

@@ -160,6 +160,14 @@ def test_trainer_and_sampler_have_the_same_bits(name: str, dtype: torch.dtype) -
         assert all(torch.equal(a, b) for a, b in zip(together, way, strict=True))
 
 
+def test_another_model_of_the_same_config_changes_nothing() -> None:
+    """Ranks without files build their model from one config object, and later another one on the meta device."""
+    model, rows = model_of("qwen2"), rows_of(ROWS)
+    with torch.device("meta"):
+        AutoModelForCausalLM.from_config(FAMILIES["qwen2"], attn_implementation=attention.ATTENTION_NAME)
+    assert all(torch.equal(a, b) for a, b in zip(trained(model, rows), sampled(model, rows), strict=True))
+
+
 def plain_linear(x: Tensor, weight: Tensor) -> Tensor:
     return x @ weight.t()
 
