@@ -14,7 +14,7 @@ import pytest
 
 from tests.architecture.source import Source, package_sources, parse
 
-MOST_LINES = {"core": 34_990, "plugins": 16_010, "kit": 11_585}  # of code, by ring
+MOST_LINES = {"core": 34_990, "plugins": 15_925, "kit": 11_585}  # of code, by ring
 MOST_SMALL_FILES = {
     "core": 34,
     "plugins": 38,
