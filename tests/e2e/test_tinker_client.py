@@ -338,7 +338,7 @@ def chatty(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("chatty")
     tokenizer = AutoTokenizer.from_pretrained(shared_data / "tok_minimind")
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    ends = {"eos_token_id": tokenizer.eos_token_id, "max_position_embeddings": 512}
+    ends = {"eos_token_id": tokenizer.eos_token_id, "max_position_embeddings": 2048}
     torch.manual_seed(0)
     Qwen2ForCausalLM(Qwen2Config(vocab_size=len(tokenizer), num_key_value_heads=2, **sizes, **ends)).save_pretrained(
         folder
@@ -378,11 +378,12 @@ def test_recipes_of_the_cookbook_run_unedited(
     told: dict[str, list[dict[str, float]]] = {}
     with server(chatty, tmp_path / "state", serve__model_name=name, serve__isolation=isolation) as (url, _):
         for recipe, words in recipes.items():
+            env["TINKER_BASE_URL"] = url
             env["NUM_ROWS"] = (
                 "2" if recipe == "rl_basic" else "32"
             )  # its batch of 128 groups has the rows that there are
             log = tmp_path / recipe
-            words = [f"model_name={name}", f"log_path={log}", f"base_url={url}", *words]
+            words = [f"model_name={name}", f"log_path={log}", *words]
             command = [sys.executable, str(Path(__file__).with_name("tinker_start.py"))]
             command += [f"tinker_cookbook.recipes.{recipe}", *words]
             run = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=240)
