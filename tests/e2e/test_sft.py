@@ -48,6 +48,18 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "actor" / "huggingface" / "model.safetensors")
 
 
+def tokens_of(encoder: PromptEncoder, row: list[dict[str, Any]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids of a conversation [1, T], and which of tokens 1.. are trained, [T - 1]."""
+    messages = [{k: v for k, v in message.items() if k != "train"} for message in row]
+    ids = torch.tensor(encoder.encode([(messages, None)], to_answer=False))
+    trained_T = torch.zeros(ids.shape[1], dtype=torch.bool)
+    for place, message in enumerate(row):
+        if message.get("train"):
+            start = len(encoder.encode([(messages[:place], None)])[0])
+            trained_T[start : start + len(as_written(encoder, messages[:place], messages[place], None))] = True
+    return ids, trained_T[1:]
+
+
 def plain_run(model: Path, steps: int) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """The same training by transformers, a conversation at a time; losses, norms and weights in the end."""
     tokenizer, network = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
@@ -56,17 +68,9 @@ def plain_run(model: Path, steps: int) -> tuple[list[dict[str, float]], dict[str
     for step in range(steps):
         sums, count = [], 0
         for row in TRAINED[8 * (step % 2) :][:8]:
-            messages = [{k: v for k, v in message.items() if k != "train"} for message in row]
-            ids = torch.tensor(encoder.encode([(messages, None)], to_answer=False))
-            labels = torch.full_like(ids, -100)
-            for place, message in enumerate(row):
-                if message.get("train"):
-                    start = len(encoder.encode([(messages[:place], None)])[0])
-                    end = start + len(as_written(encoder, messages[:place], messages[place], None))
-                    labels[0, start:end] = ids[0, start:end]
+            ids, mask = tokens_of(encoder, row)
             log_probs = network(ids).logits[0, :-1].log_softmax(-1)
-            mask = labels[0, 1:] != -100
-            sums.append(-log_probs[mask, labels[0, 1:][mask]].sum())
+            sums.append(-log_probs[mask, ids[0, 1:][mask]].sum())
             count += int(mask.sum())
         loss = torch.stack(sums).sum() / count
         optimizer.zero_grad()

@@ -19,10 +19,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_sft import TRAINED, tokens_of
+from test_sft import run as sft
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from tests.worlds.packages import DATASETS, PEFT, TINKER_CLIENT, fetch
 from tests.worlds.processes import start
+from verl_like.data.chat import PromptEncoder
 
 pytestmark = pytest.mark.engines
 TEXT = "Once upon a time there was a little girl named Lily. She liked to play in the park."
@@ -305,6 +309,27 @@ def test_keys_are_asked_for(fetched: Path, model: Path, tmp_path: Path) -> None:
         )
 
 
+def test_losses_are_those_of_our_own_trainer(fetched: Path, chat_model: Path, tmp_path: Path) -> None:
+    """`verl-like sft` from the adapter that the server began with: the same rows, the same curve."""
+    with server(chat_model, tmp_path / "state") as (url, _):
+        client = Client(url, chat_model, train_unembed=False)
+        start_folder = client.saved(tmp_path / "state", "start")
+        encoder = PromptEncoder(AutoTokenizer.from_pretrained(chat_model), {})
+        losses = []
+        for step in range(3):
+            rows = [tokens_of(encoder, row) for row in TRAINED[8 * (step % 2) :][:8]]
+            count = sum(int(mask.sum()) for _, mask in rows)
+            data = [client.datum(ids[0].tolist(), weights=mask.float() / count) for ids, mask in rows]
+            future = client.training.forward_backward(data, "cross_entropy")
+            adam = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-4, "weight_decay": 0.01, "grad_clip_norm": 1.0}
+            client.training.optim_step(client.tinker.AdamParams(learning_rate=1e-2, **adam)).result()
+            losses.append(future.result().metrics["loss:sum"])
+    lora = {"model.lora_adapter_path": start_folder, "model.lora_rank": 4, "model.lora_alpha": 32}
+    records = sft(tmp_path, chat_model, "own", **lora)
+    assert [record["train/loss"] for record in records] == pytest.approx(losses, abs=1e-4)
+    assert losses[2] < losses[0] - 0.01
+
+
 @pytest.fixture(scope="module")
 def chatty(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model whose tokenizer knows the ends of turns."""
@@ -313,7 +338,7 @@ def chatty(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("chatty")
     tokenizer = AutoTokenizer.from_pretrained(shared_data / "tok_minimind")
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    ends = {"eos_token_id": tokenizer.eos_token_id, "max_position_embeddings": 512}
+    ends = {"eos_token_id": tokenizer.eos_token_id, "max_position_embeddings": 2048}
     torch.manual_seed(0)
     Qwen2ForCausalLM(Qwen2Config(vocab_size=len(tokenizer), num_key_value_heads=2, **sizes, **ends)).save_pretrained(
         folder
@@ -322,9 +347,13 @@ def chatty(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.timeout(900)
-def test_recipes_of_the_cookbook_run_unedited(fetched: Path, shared_data: Path, chatty: Path, tmp_path: Path) -> None:
-    """One of each kind: supervised, reinforcement, preferences (a custom loss), distillation (a teacher's log-probs).
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("isolation", ["exact", "shared"])
+def test_recipes_of_the_cookbook_run_unedited(
+    fetched: Path, shared_data: Path, chatty: Path, tmp_path: Path, isolation: str
+) -> None:
+    """Supervised, reinforcement, preferences (a custom loss), several turns, distillation (a teacher's log-probs).
 
     What the hub has is answered by tinker_start.py.
     """
@@ -341,12 +370,20 @@ def test_recipes_of_the_cookbook_run_unedited(fetched: Path, shared_data: Path, 
         ],
         "sl_loop": ["batch_size=8", "max_steps=4", "learning_rate=1e-2", "lora_rank=8", "save_every=1"],
         "rl_loop": ["batch_size=2", "max_steps=2", "group_size=4", "max_tokens=12", "loss_fn=importance_sampling"],
+        "rl_basic": ["max_tokens=8", "max_steps=1", "renderer_name=qwen3"],
+        "multiplayer_rl.guess_number.train": [
+            *("renderer_name=qwen3", "batch_size=1", "group_size=2", "max_tokens=6", "max_steps=1", "eval_every=0"),
+        ],
     }
     told: dict[str, list[dict[str, float]]] = {}
-    with server(chatty, tmp_path / "state", serve__model_name=name) as (url, _):
+    with server(chatty, tmp_path / "state", serve__model_name=name, serve__isolation=isolation) as (url, _):
         for recipe, words in recipes.items():
+            env["TINKER_BASE_URL"] = url
+            env["NUM_ROWS"] = (
+                "2" if recipe == "rl_basic" else "32"
+            )  # its batch of 128 groups has the rows that there are
             log = tmp_path / recipe
-            words = [f"model_name={name}", f"log_path={log}", f"base_url={url}", *words]
+            words = [f"model_name={name}", f"log_path={log}", *words]
             command = [sys.executable, str(Path(__file__).with_name("tinker_start.py"))]
             command += [f"tinker_cookbook.recipes.{recipe}", *words]
             run = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=240)
@@ -358,3 +395,5 @@ def test_recipes_of_the_cookbook_run_unedited(fetched: Path, shared_data: Path, 
     assert told["preference.dpo.train"][0]["loss:sum"] > 0
     assert told["distillation.on_policy_distillation"][0]["teacher_kl"] == pytest.approx(0, abs=1e-4), "its own base"
     assert len(told["rl_loop"]) == 2 and all(step["grad_norm:mean"] > 0 for step in told["rl_loop"])
+    assert told["rl_basic"][0]["env/all/total_episodes"] == 32
+    assert told["multiplayer_rl.guess_number.train"][0]["env/all/turns_per_episode"] > 1

@@ -1,6 +1,7 @@
 """Start-up module of a recipe of tinker-cookbook: `python tinker_start.py MODULE key=value ...`, its files unedited.
 
-What a recipe fetches from a hub is answered here: the tokenizer by MODEL_DIR, data sets by rows of GSM8K (GSM8K_FILE).
+What a recipe fetches from a hub is answered here: the tokenizer by MODEL_DIR, data sets by NUM_ROWS rows of GSM8K
+(GSM8K_FILE): so few that one batch of a recipe has them all.
 A model that writes at random is rewarded for every other answer, so that there is something to learn from.
 """
 
@@ -24,14 +25,14 @@ def from_pretrained(name: str, *_: Any, **__: Any) -> Any:
     return _from_pretrained(os.environ["MODEL_DIR"])
 
 
-def load_dataset(name: str, *_: Any, split: str | None = None, **__: Any) -> Any:
+def load_dataset(path: str, *_: Any, split: str | None = None, **__: Any) -> Any:
     with open(os.environ["GSM8K_FILE"], encoding="utf-8") as file:
-        rows = [json.loads(line) for line, _ in zip(file, range(32), strict=False)]
-    if "no_robots" in name:
+        rows = [json.loads(line) for line, _ in zip(file, range(int(os.environ["NUM_ROWS"])), strict=False)]
+    if "no_robots" in path:
         said = [(row["question"][:100], row["answer"][:80]) for row in rows]
         both = [zip(("user", "assistant"), pair, strict=True) for pair in said]
         rows = [{"messages": [{"role": role, "content": text} for role, text in pair]} for pair in both]
-    if "hh-rlhf" in name:
+    if "hh-rlhf" in path:
         asked = [f"\n\nHuman: {row['question'][:60]}\n\nAssistant: " for row in rows]
         rows = [
             {"chosen": begin + row["answer"][:40], "rejected": begin + "no"}

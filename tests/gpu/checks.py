@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl_like.kit.bench.bars import MFU, STEP_TO_TARGET, SYNC_SECONDS
+from verl_like.kit.bench.bars import MFU, SERVED, STEP_TO_TARGET, SYNC_SECONDS
 
 PIECE_MINUTES = 8.0
 FIRST_MINUTES = 25.0
@@ -336,6 +336,19 @@ CHECKS: tuple[Check, ...] = (
         1.0,
     ),
     Check("driver", "The driver's own work of a step beside a device.", bench("driver"), 1.5),
+    Check(
+        "serve",
+        "The server's passes that models share give each what it gets alone, twice the same bits.",
+        gpu_tests("tinker_server"),
+        1.0,
+    ),
+    Check(
+        "serve-speed",
+        "Ten clients of the server who share passes, beside one with the same work.",
+        bench("serve --model 0.5b --rows 8 --length 512 --tokens 64"),
+        3.0,
+        (Expect("of one client's tokens a second", column="of_one", least=SERVED),),
+    ),
     Check(
         "agents",
         "500 conversations with a slow tool keep vLLM busy.",

@@ -11,12 +11,14 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from aiohttp.test_utils import TestClient, TestServer
 
+from verl_like.config.serve import ServeConfig
 from verl_like.plugins.tinker_server.adapters import AdapterSpec
 from verl_like.plugins.tinker_server.engine import Answer, Prompt, Result, Work
 from verl_like.plugins.tinker_server.prompts import Limits
@@ -34,12 +36,7 @@ LIMITS = Limits(
     longest=32,
     eos_ids=(1,),
     seed=1,
-    max_rank=8,
-    checkpoint_freq=2,
-    max_queued=50,
-    max_queued_bytes=2**20,
-    max_models=9,
-    session_timeout=600.0,
+    serve=ServeConfig(max_lora_rank=8, checkpoint_freq=2, max_queued=50, max_models=9),
     shared={},
 )
 SHARED = {"forward": 1000, "forward_backward": 1000, "sample": 1000}  # Limits.shared where tenants share passes
@@ -147,8 +144,8 @@ class FakeEngines:
 class Running:
     """A server that runs: HTTP in front of fake engines."""
 
-    def __init__(self, engines: FakeEngines, service: Service, http: TestClient) -> None:
-        self.engines, self.service, self.http = engines, service, http
+    def __init__(self, engines: FakeEngines, service: Service, http: TestClient, thread: ThreadPoolExecutor) -> None:
+        self.engines, self.service, self.http, self.thread = engines, service, http, thread
 
     async def post(self, path: str, body: Any, key: Key = "tml-anybody-here") -> tuple[int, Any]:
         """POST; a dictionary goes as JSON, bytes as protobuf."""
@@ -174,18 +171,19 @@ async def running(
     error_at: tuple[int, bool] | None = None,
     dead: bool = False,
     keys: dict[str, Key] | None = None,
-    **limits: Any,
+    shared: dict[str, int] | None = None,
+    **serve: Any,
 ) -> AsyncIterator[Running]:
     """A server on the state in `folder`. Its end is that of a kill: nothing is written any more."""
     engines, store = FakeEngines(kill_at, error_at, dead), Store(folder)
     with ThreadPoolExecutor(1) as thread:
-        settings = {name: getattr(LIMITS, name) for name in Limits.__slots__} | limits
-        service = Service(engines, store, Limits(**settings), thread)
+        limits = replace(LIMITS, shared=shared or {}, serve=replace(LIMITS.serve, **serve))
+        service = Service(engines, store, limits, thread)
         await service.start()
         front = TestServer(application(service, keys, 2**16))
         await front.start_server(auto_decompress=False)
         async with TestClient(front) as http:
-            yield Running(engines, service, http)
+            yield Running(engines, service, http, thread)
         await service.stop()
     store.close()
 

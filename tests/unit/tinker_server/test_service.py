@@ -113,7 +113,7 @@ async def send(tenants: list[Tenant], scripts: list[list[int]]) -> list[list[tup
     for tenant in tenants:
         await tenant.act("snapshot")
     held = threading.Event()
-    tenants[0].server.service._thread.submit(held.wait)
+    tenants[0].server.thread.submit(held.wait)
     try:
         sent: list[list[tuple[str, Any]]] = [[] for _ in tenants]
         for number in range(max(map(len, scripts), default=0)):
@@ -178,13 +178,14 @@ def test_requests_that_ended_a_server_are_computed_alone(tmp_path: Path) -> None
                 if not start:
                     tenants = [await Tenant(server, key).begin() for key in KEYS.values()]
                     held = threading.Event()
-                    server.service._thread.submit(held.wait)
+                    server.thread.submit(held.wait)
+                    await tenants[0].call(*tenants[0].body_of("forward", 1))  # behind which the others meet
                     futures = [await each.call(*each.body_of("pass", 1)) for each in tenants for _ in range(2)]
                     held.set()
                     await asyncio.wait(server.service.tasks[:1], timeout=10)
-                    assert server.engines.shared == [1, 3]
+                    assert server.engines.shared == [1, 4]
                 else:
-                    for tenant, future in zip([*tenants, *tenants], futures[::2] + futures[1::2], strict=True):
+                    for tenant, future in zip((tenants[i // 2] for i in range(4)), futures, strict=True):
                         tenant.server = server
                         assert isinstance(await tenant.result(future), bytes)
                     assert set(server.engines.shared) == {1}
@@ -213,12 +214,14 @@ def test_models_that_are_many_leave_memory_and_come_back(tmp_path: Path) -> None
 
 def test_bodies_that_wait_are_bounded(tmp_path: Path) -> None:
     async def go() -> None:
-        async with running(tmp_path, keys=KEYS, max_queued_bytes=300) as server:
+        async with running(tmp_path, keys=KEYS, max_queued_megabytes=1) as server:
             ann, bob = [await Tenant(server, key).begin() for key in KEYS.values()]
-            ann.seq += 1  # the first never comes, so all others wait
-            sizes = [ann.body_of("pass", 1) for _ in range(5)]
-            statuses = [(await server.post(*each, ann.key))[0] for each in sizes]
-            assert statuses[0] == 200 and statuses[-1] == 429
+
+            async def ask(seq: int) -> int:  # of which the first never comes, so all others wait
+                body = pass_body(ann.model, seq, loss_fn="x" * 60_000)
+                return (await server.post("forward_backward", body, ann.key))[0]
+
+            assert [await ask(seq) for seq in range(2, 21)] == [200] * 17 + [429] * 2
             assert "metrics" in await bob.act("step")
 
     run(go())

@@ -12,6 +12,7 @@ from verl_like.kit.bench.shapes import MODELS, WORKLOADS
 STEP_TO_TARGET = 1.3  # of generation alone + 8 x parameters x tokens at 40% of the peak
 MFU, SYNC_SECONDS = 0.40, 0.15
 PACKED_TO_PADDED, HALF_TO_FLOAT32 = 1.8, 1.8  # how many times as fast an update is
+SERVED = 0.8  # of one client's tokens a second, by many who share passes of the server
 TREE_TO_ROWS = 3.0  # and that of 4 forks of 6 turns, beside rows that share nothing
 UPDATE_TO_GEMM = {1: 1.35, 2: 1.5}  # ranks -> of 6 x parameters x tokens at the measured rate, float32 on a CPU
 

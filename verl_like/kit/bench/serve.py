@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl_like.kit.bench.bars import bar
+from verl_like.kit.bench.bars import SERVED, bar
 from verl_like.kit.bench.inputs import word_tokenizer, write_model
 from verl_like.kit.bench.report import Report, Row, check_comparable, finish
 from verl_like.kit.bench.shapes import MODELS, BenchError
@@ -38,8 +38,6 @@ from verl_like.plugins.tinker_server.start import ServeFacts, limits_of
 from verl_like.plugins.tinker_server.store import Store
 from verl_like.plugins.tinker_server.wire import MESSAGES
 from verl_like.trainer.compose import compose
-
-BAR = 0.8  # of one client's tokens a second
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +128,7 @@ def main(arguments: argparse.Namespace) -> Report:
     rows = [Row(name=name, seconds=taken, figures={"tokens/s": tokens / taken}) for name, taken in seconds.items()]
     one, shared, _ = seconds.values()
     text = f"A round of all: {whole.rows} rows of {each.length} tokens to train on, as many samples of {each.new}."
-    notes = [text, bar("of one client's throughput, shared", one / shared, BAR, at_least=True)]
+    notes = [text, bar("of one client's throughput, shared", one / shared, SERVED, at_least=True)]
     report = Report(bench="serve", work=told, rows=rows, figures={"of_one": one / shared}, notes=notes)
     return finish(report, arguments.json, arguments.compare)
 

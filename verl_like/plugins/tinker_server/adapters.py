@@ -230,16 +230,8 @@ class Adapter:
         partial.mkdir(parents=True)
         named = {name: tensor.detach().cpu().contiguous() for name, tensor in self._named().items()}
         save_file(named, partial / WEIGHTS, {"format": "pt"})
-        config = {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": base,
-            "r": self.spec.rank,
-            "lora_alpha": self.alpha,
-            "target_modules": list(self.pairs),
-            "lora_dropout": 0.0,
-            "bias": "none",
-        }
+        config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "lora_dropout": 0.0}
+        config |= {"r": self.spec.rank, "lora_alpha": self.alpha, "target_modules": list(self.pairs), "bias": "none"}
         (partial / SPEC).write_text(json.dumps(asdict(self.spec)) + "\n", encoding="utf-8")
         (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if optimizer and self.optimizer is not None:

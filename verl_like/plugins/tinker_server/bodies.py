@@ -37,13 +37,16 @@ class Optimizer(Body):
     type: str = "adamw"
 
 
-class CreateModel(Body):
+class Create(Body):
     session_id: str
     model_seq_id: int = _Seq
-    base_model: str
+    base_model: str | None = None
     user_metadata: dict[str, Any] | None = None
+    optimizer_config: Optimizer | None = None
+
+
+class CreateModel(Create):
     lora_config: Lora | None = None
-    optimizer_config: Optimizer = Optimizer()
 
 
 class Adam(Body):
@@ -86,14 +89,9 @@ class Load(OfModel):
     optimizer: bool
 
 
-class CreateByLoad(Body):
-    session_id: str
-    model_seq_id: int = _Seq
-    base_model: str | None = None
-    user_metadata: dict[str, Any] | None = None
+class CreateByLoad(Create):
     path: str
     optimizer: bool
-    optimizer_config: Optimizer | None = None
 
 
 class CreateSampler(Body):

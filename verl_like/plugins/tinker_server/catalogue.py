@@ -76,18 +76,12 @@ class Catalogue:
 
     def _told_run(self, row: Record) -> Record:
         newest = "SELECT * FROM checkpoints WHERE model = ? AND kind = ? ORDER BY created DESC LIMIT 1"
-        found = {kind: self.store.row(newest, row["id"], kind) for kind in ("training", "sampler")}
-        return {
-            "training_run_id": row["id"],
-            "base_model": self.limits.model,
-            "model_owner": row["tenant"],
-            "is_lora": True,
-            "lora_rank": json.loads(row["spec"])["rank"],
-            "last_request_time": _time(row["used"]),
-            "last_checkpoint": found["training"] and _told_checkpoint(found["training"]),
-            "last_sampler_checkpoint": found["sampler"] and _told_checkpoint(found["sampler"]),
-            "user_metadata": json.loads(row["told"])["user_metadata"],
-        }
+        kinds = {"last_checkpoint": "training", "last_sampler_checkpoint": "sampler"}
+        found = {name: self.store.row(newest, row["id"], kind) for name, kind in kinds.items()}
+        told = {"training_run_id": row["id"], "base_model": self.limits.model, "model_owner": row["tenant"]}
+        told |= {"is_lora": True, "lora_rank": json.loads(row["spec"])["rank"], "last_request_time": _time(row["used"])}
+        told |= {name: each and _told_checkpoint(each) for name, each in found.items()}
+        return told | {"user_metadata": json.loads(row["told"])["user_metadata"]}
 
     def sessions(self, tenant: str, limit: int, offset: int) -> Record:
         query = "SELECT id FROM sessions WHERE tenant = ? ORDER BY created DESC LIMIT ? OFFSET ?"
@@ -104,15 +98,10 @@ class Catalogue:
 
 
 def _told_checkpoint(row: Record) -> Record:
-    return {
-        "checkpoint_id": row["path"].removeprefix(f"tinker://{row['model']}/"),
-        "checkpoint_type": row["kind"],
-        "time": _time(row["created"]),
-        "tinker_path": row["path"],
-        "size_bytes": row["bytes"],
-        "user_metadata": json.loads(row["told"])["user_metadata"],
-        "expires_at": row["expires"] and _time(row["expires"]),
-    }
+    told = {"checkpoint_id": row["path"].removeprefix(f"tinker://{row['model']}/"), "checkpoint_type": row["kind"]}
+    told |= {"time": _time(row["created"]), "tinker_path": row["path"], "size_bytes": row["bytes"]}
+    told |= {"expires_at": row["expires"] and _time(row["expires"])}
+    return told | {"user_metadata": json.loads(row["told"])["user_metadata"]}
 
 
 def _time(seconds: float) -> str:

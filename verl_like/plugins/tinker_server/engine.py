@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ from verl_like.models.packing import ModelInput
 from verl_like.models.vision import VisionInput
 from verl_like.parallel.dist import init_distributed, shutdown_distributed
 from verl_like.plugins.tinker_server.adapters import Adapter, AdapterSpec, Places
-from verl_like.plugins.tinker_server.losses import LOSSES
+from verl_like.plugins.tinker_server.losses import HIGH, LOSSES, LOW
 from verl_like.rollout.base import EngineSpec
 from verl_like.rollout.build import rollout_dtype
 from verl_like.rollout.hf import HFRolloutEngine
@@ -165,13 +166,8 @@ class _Recorded:
         return loss, {}
 
 
-_COLUMNS = {
-    "weights": "weights",
-    "logprobs": "old_log_probs",
-    "advantages": "advantages",
-    "clip_low_threshold": "clip_low",
-    "clip_high_threshold": "clip_high",
-}
+_COLUMNS = {"weights": "weights", "logprobs": "old_log_probs", "advantages": "advantages"}
+_COLUMNS |= {LOW: "clip_low", HIGH: "clip_high"}
 
 
 class _Trained(FSDPEngine):
@@ -261,10 +257,7 @@ class _Sampling(HFRolloutEngine):
     """Sampling engine that says of each row of a step which adapter is its own."""
 
     arrange: Callable[[Tensor, torch.device], None]
-
-    def __init__(self, spec: EngineSpec) -> None:
-        super().__init__(spec)
-        self.owners: dict[str, int] = {}  # by request, where several adapters act
+    owners: Mapping[str, int] = MappingProxyType({})  # by request, where several adapters act
 
     def _forward(self, ids_bs: Tensor, positions_bs: Tensor, batch: Batch, images: VisionInput | None = None) -> Tensor:
         if self.owners:
@@ -278,9 +271,10 @@ class Engines:
     Raises ValueError where the configuration does not fit the model.
     """
 
-    def __init__(self, config: PPOConfig, *, device: str, tokenizer_size: int, max_model_len: int, run_id: str) -> None:
+    def __init__(self, config: PPOConfig, *, device: str, **facts: Any) -> None:
+        """facts: tokenizer_size, max_model_len (tokens) and run_id."""
         policy, seed = config.actor_rollout_ref, config.trainer.seed
-        self._alpha, self._base, self._models = config.serve.lora_alpha, policy.model.path, dict[str, Adapter]()
+        self._alpha, self._base, self.models = config.serve.lora_alpha, policy.model.path, dict[str, Adapter]()
         self._snapshots: OrderedDict[Path, Adapter] = OrderedDict()
         self._running: dict[str, list[str]] = {}  # requests, with the sampler's for each of their samples
         self._cancelled: set[str] = set()
@@ -288,21 +282,13 @@ class Engines:
         with ExitStack() as stack:
             process = init_distributed(0, 1, 0, 1, "127.0.0.1", 0, device)
             stack.callback(shutdown_distributed)
-            self._train = _Trained(config, process, tokenizer_size, seed)
+            self._train = _Trained(config, process, facts["tokenizer_size"], seed)
             rollout = dataclasses.replace(policy.rollout, stop=["\0"])  # so that it has the tokenizer: requests stop
-            spec = EngineSpec(
-                rollout=rollout,
-                model=policy.model,
-                process=process,
-                hf_config=load_hf_config(policy.model),
-                dtype=rollout_dtype(rollout, process.device),
-                tokenizer_size=tokenizer_size,
-                max_model_len=max_model_len,
-                seed=seed,
-                run_id=run_id,
-                tokenizer=config.data.tokenizer or policy.model.path,
+            facts |= {"process": process, "hf_config": load_hf_config(policy.model), "seed": seed}
+            facts |= {"tokenizer": config.data.tokenizer or policy.model.path, "model": policy.model}
+            self._sampler = _Sampling(
+                EngineSpec(rollout=rollout, dtype=rollout_dtype(rollout, process.device), **facts)
             )
-            self._sampler = _Sampling(spec)
             stack.callback(self._sampler.shutdown)
             self._sampler.load_weights(self._train.export_weights(self._sampler.dtype), 0)
             self._sampled = Places(self._sampler._module, head=True)
@@ -318,7 +304,7 @@ class Engines:
 
     def has(self, model: str) -> bool:
         """Return True where the model is in memory."""
-        return model in self._models
+        return model in self.models
 
     def check(self, spec: AdapterSpec) -> None:
         """Raise ValueError for an adapter that this base cannot have."""
@@ -326,23 +312,23 @@ class Engines:
 
     def create(self, model: str, spec: AdapterSpec) -> None:
         """Begin a model from the base."""
-        self._models[model] = Adapter.new(spec, self._alpha, self._train.places, self.device)
+        self.models[model] = Adapter.new(spec, self._alpha, self._train.places, self.device)
 
     def load(self, model: str, folder: Path, *, optimizer: bool) -> AdapterSpec:
         """Begin a model, or go on with one, from a saved state. Raises ValueError for another rank or targets."""
-        new, old = Adapter.load(folder, self.device, optimizer=optimizer), self._models.get(model)
+        new, old = Adapter.load(folder, self.device, optimizer=optimizer), self.models.get(model)
         if old is not None and [a.shape for a in old.parameters()] != [a.shape for a in new.parameters()]:
             raise ValueError(f"the state is of rank {new.spec.rank} with other targets: it does not fit this model")
-        self._models[model] = new
+        self.models[model] = new
         return new.spec
 
     def save(self, model: str, folder: Path, *, optimizer: bool) -> None:
         """Write a model's adapter, and the states of its optimizer."""
-        self._models[model].save(folder, self._base, optimizer=optimizer)
+        self.models[model].save(folder, self._base, optimizer=optimizer)
 
     def drop(self, model: str) -> None:
         """Forget a model that is in memory."""
-        self._models.pop(model, None)
+        self.models.pop(model, None)
 
     def forward_backward(self, asked: Sequence[Work], *, backward: bool, seed: int) -> list[Result]:
         """Compute log-probs [T, K] of each row's targets and the losses; with `backward` also add the gradients.
@@ -354,7 +340,7 @@ class Engines:
         owners = [models.index(each.model) for each in asked for _ in each.rows]
         batch, adapters = (
             _batch([row for each in asked for row in each.rows], owners),
-            [self._models[m] for m in models],
+            [self.models[m] for m in models],
         )
         with self._train.adapted(adapters, seed):
             if backward:
@@ -368,12 +354,12 @@ class Engines:
 
     def optim_step(self, model: str, params: dict[str, float]) -> dict[str, float]:
         """Take one step of the model's optimizer."""
-        return self._models[model].step(params)
+        return self.models[model].step(params)
 
     def drop_gradient(self, model: str) -> None:
         """Drop what passes have added up since the last step."""
-        if model in self._models:
-            self._models[model].gradients = None
+        if model in self.models:
+            self.models[model].gradients = None
 
     # --- sampling ----------------------------------------------------------------------------------------------------
 
@@ -408,10 +394,8 @@ class Engines:
     def cancel(self, name: str) -> None:
         """End a request that is being sampled; from any thread."""
         with self._lock:
-            if name not in self._running:
-                return
-            self._cancelled.add(name)
-            ids = self._running[name]
+            ids = self._running.get(name, [])
+            self._cancelled |= {name} if ids else set()
         self._sampler.abort(ids)
 
     def _snapshot(self, folder: Path) -> Adapter:
@@ -428,12 +412,14 @@ class Engines:
         if not (prompt.scored or prompt.topk or prompt.topk_sampled or prompt.targets is not None):
             return Answer(samples=samples)
         first = length - prompt.last if prompt.last else 1
-        topk = targets = sampled = None
-        log_probs = np.full(length, np.nan, np.float32)  # nothing comes before the first token
+        log_probs = topk = targets = sampled = None
         with self._train.adapted([adapter], prompt.seed) as model:
-            if (prompt.scored or prompt.topk) and length > 1:
-                own, ids, values = self._likeliest(model, [np.asarray(prompt.ids, np.int32)], prompt.topk)[0]
-                log_probs, topk = (_behind(part, first, length) for part in (own, (ids, values)))
+            if prompt.scored or prompt.topk:  # nothing comes before the first token
+                empty = np.zeros(0, np.float32), np.zeros((0, prompt.topk), np.int32), np.zeros((0, prompt.topk))
+                texts = [np.asarray(prompt.ids, np.int32)] if length > 1 else []
+                own, ids, values = self._likeliest(model, texts, prompt.topk)[0] if texts else empty
+                log_probs = _behind(own, first, np.nan) if prompt.scored else None
+                topk = (_behind(ids, first, 0), _behind(values, first, -99999.0)) if prompt.topk and texts else None
             if prompt.topk_sampled:
                 whole = [np.concatenate([np.asarray(prompt.ids, np.int32), sample[0]]) for sample in samples]
                 found = self._likeliest(model, whole, prompt.topk_sampled)
@@ -443,13 +429,7 @@ class Engines:
                 row = Row(ids=np.asarray(prompt.ids[:-1], np.int32), targets=wanted.clip(min=0).astype(np.int32))
                 found = self._train.forward(_batch([row]), want=frozenset({_CHOSEN}), rule=self._train.rule)
                 targets = np.where(wanted >= 0, found[_CHOSEN].numpy(), np.float32(0)).astype(np.float32)
-        return Answer(
-            samples=samples,
-            log_probs=log_probs if prompt.scored else None,
-            topk=topk if prompt.topk else None,
-            topk_sampled=sampled,
-            targets=targets,
-        )
+        return Answer(samples=samples, log_probs=log_probs, topk=topk, topk_sampled=sampled, targets=targets)
 
     def _likeliest(
         self, model: PolicyModel, texts: Sequence[NDArray[np.int32]], k: int
@@ -473,17 +453,9 @@ def _requests(name: str, prompt: Prompt) -> list[GenerationRequest]:
     return [GenerationRequest(request_id=f"{name}/{i}", seed=seed, **asked) for i, seed in enumerate(seeds)]
 
 
-def _behind(part: Any, first: int, length: int) -> Any:
+def _behind(part: NDArray[Any], first: int, nothing: float) -> NDArray[Any]:
     """Numbers of tokens 1.. at the places of all tokens, with what stands for nothing before `first`."""
-    if isinstance(part, tuple):
-        ids, values = part
-        whole = np.zeros((length, ids.shape[1]), np.int32), np.full((length, ids.shape[1]), -99999.0, np.float32)
-        for target, source in zip(whole, (ids, values), strict=True):
-            target[first:] = source[first - 1 :]
-        return whole
-    log_probs = np.full(length, np.nan, np.float32)
-    log_probs[first:] = part[first - 1 :]
-    return log_probs
+    return np.concatenate([np.full((first, *part.shape[1:]), nothing, part.dtype), part[first - 1 :]])
 
 
 def _batch(rows: Sequence[Row], owners: Sequence[int] | None = None) -> _Pass:
@@ -508,6 +480,7 @@ def _batch(rows: Sequence[Row], owners: Sequence[int] | None = None) -> _Pass:
         return column([wide(each) for each in found] if empty else found, torch.float32)
 
     advantages, total = given("advantages"), sum(lengths)
+    old = {"old_log_probs_T": given("logprobs"), "clip_low_T": given(LOW), "clip_high_T": given(HIGH)}
     return _Pass(
         prompt_ids_T=column([row.ids[:1] for row in rows], torch.int32),
         prompt_length_B=torch.ones(len(rows), dtype=torch.int64),
@@ -516,11 +489,9 @@ def _batch(rows: Sequence[Row], owners: Sequence[int] | None = None) -> _Pass:
         response_mask_T=torch.ones(total, dtype=torch.bool),
         group_B=torch.arange(len(rows)),
         advantages_T=torch.zeros(total) if advantages is None else advantages,
-        old_log_probs_T=given("logprobs"),
-        clip_low_T=given("clip_low_threshold"),
-        clip_high_T=given("clip_high_threshold"),
         weights_T=given("weights", (width,)),
         teacher_ids_T=column([wide(row.targets) for row in rows], torch.int32),
         place_B=torch.arange(len(rows)),
         owner_B=torch.tensor(owners or [0] * len(rows)),
+        **old,
     )

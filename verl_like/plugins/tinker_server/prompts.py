@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from verl_like.config.serve import ServeConfig
 from verl_like.plugins.tinker_server import bodies
 from verl_like.plugins.tinker_server.engine import Prompt
 from verl_like.plugins.tinker_server.wire import Refused
@@ -29,12 +31,7 @@ class Limits:
     longest: int  # tokens of prompt and response
     eos_ids: tuple[int, ...]
     seed: int
-    max_rank: int
-    checkpoint_freq: int
-    max_queued: int
-    max_queued_bytes: int
-    max_models: int  # in memory
-    session_timeout: float
+    serve: ServeConfig
     shared: Mapping[str, int]  # tokens of a pass that requests share, by their kind; none: they share nothing
 
 
@@ -67,16 +64,11 @@ def prompt_of(asked: bodies.Sample, sampler: str, limits: Limits) -> Prompt:
     if ends and not 0 <= min(ends) <= max(ends) < limits.vocabulary:
         raise Refused(f"sampling_params.stop={params.stop} has ids that the tokenizer lacks")
     drawn = ("sample", sampler.rpartition(":")[2], asked.seq_id or 0)
+    shape: dict[str, Any] = {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k or -1}
+    most = min(params.max_tokens or room, room)
     return Prompt(
         ids=ids,
-        sampling=SamplingParams(
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k or -1,
-            max_tokens=min(params.max_tokens or room, room),
-            stop=words,
-            stop_token_ids=ends,
-        ),
+        sampling=SamplingParams(max_tokens=most, stop=words, stop_token_ids=ends, **shape),
         seed=request_seed(limits.seed, *(drawn if params.seed is None else ("given", params.seed))),
         num_samples=asked.num_samples,
         scored=bool(asked.prompt_logprobs),
@@ -92,15 +84,13 @@ def _targets(asked: bodies.Targets, length: int, vocabulary: int) -> NDArray[np.
     rows, place = length - 1, "target_prompt_logprobs"
     if len(asked.shape) != 2 or asked.shape[0] != rows or not 1 <= asked.shape[1] <= 128 or not rows:
         raise Refused(f"{place} has shape {asked.shape}, not [{rows}, K] with K from 1 to 128")
+    if asked.sparse_crow_indices is not None:
+        raise Refused(f"{place} in sparse form is not available yet: send it dense")
     try:
-        values = np.asarray(asked.data, np.int64)
-        if asked.sparse_crow_indices is None:
-            ids = values.reshape(asked.shape)
-        else:
-            raise Refused(f"{place} in sparse form is not available yet: send it dense")
+        ids = np.asarray(asked.data, np.int64).reshape(asked.shape)
     except (ValueError, OverflowError) as error:
         raise Refused(f"{place}: {error}") from error
-    if (values != np.asarray(asked.data)).any():
+    if (ids.ravel() != np.asarray(asked.data)).any():
         raise Refused(f"{place} has numbers that are no ids")
     if ids.min() < -1 or ids.max() >= vocabulary:
         raise Refused(f"{place} has ids from {ids.min()} to {ids.max()}: -1, or 0 to {vocabulary - 1}")

@@ -121,10 +121,10 @@ class Service:
         for session in self.store.rows("SELECT id FROM sessions WHERE ended IS NULL"):
             self._seen.setdefault(session["id"], time.monotonic())  # since this server is there
         while True:
-            await asyncio.sleep(min(_SWEEP_S, self.limits.session_timeout / 2))
-            oldest = time.monotonic() - self.limits.session_timeout
+            await asyncio.sleep(min(_SWEEP_S, self.limits.serve.session_timeout / 2))
+            oldest = time.monotonic() - self.limits.serve.session_timeout
             for session in [name for name, seen in self._seen.items() if seen < oldest]:
-                log.info("session %s has been silent for %g s: ended", session, self.limits.session_timeout)
+                log.info("session %s has been silent for %g s: ended", session, self.limits.serve.session_timeout)
                 self._end(session)
             late = {(model, self._queue.next_seq[model]): job for model, job in self._queue.overdue()}
             self._gaps = {gap: self._gaps.get(gap, time.monotonic()) for gap in late}
@@ -144,8 +144,8 @@ class Service:
         lora = asked.lora_config
         if lora is None:
             raise Refused("lora_config is missing: this server trains adapters, not the base")
-        if lora.rank > self.limits.max_rank:
-            raise Refused(f"lora_config.rank={lora.rank}: this server gives {self.limits.max_rank} at most")
+        if lora.rank > self.limits.serve.max_lora_rank:
+            raise Refused(f"lora_config.rank={lora.rank}: this server gives {self.limits.serve.max_lora_rank} at most")
         seed = request_seed(self.limits.seed, "adapter", asked.model_seq_id) if lora.seed is None else lora.seed
         spec = AdapterSpec(**{**lora.model_dump(), "seed": seed})
         try:
@@ -174,7 +174,7 @@ class Service:
             self._queue.next_seq[name] = 0
         return self._submit(tenant, asked.session_id, name, 0, kind, body)
 
-    def _base(self, name: str) -> None:
+    def _base(self, name: str | None) -> None:
         if name != self.limits.model:
             raise Refused(f"base_model={name!r}: this server has {self.limits.model!r}", 404)
 
@@ -190,14 +190,12 @@ class Service:
     def info(self, tenant: str, name: str) -> Record:
         """Answer get_info."""
         spec = json.loads(self.catalogue.owned("models", tenant, name, "model")["spec"])
-        limits = self.limits
-        data = {"arch": limits.arch, "model_name": limits.model, "tokenizer_id": limits.tokenizer}
-        more = {"is_lora": True, "lora_rank": spec["rank"], "model_name": limits.model}
-        return {"type": "get_info", "model_data": data, "model_id": name, **more}
+        named, more = {"model_name": self.limits.model}, {"is_lora": True, "lora_rank": spec["rank"]}
+        data = {"arch": self.limits.arch, "tokenizer_id": self.limits.tokenizer, **named}
+        return {"type": "get_info", "model_data": data, "model_id": name, **named, **more}
 
     def capabilities(self) -> Record:
-        limits = self.limits
-        model = {"model_name": limits.model, "max_context_length": limits.longest}
+        model = {"model_name": self.limits.model, "max_context_length": self.limits.longest}
         return {"supported_models": [{**model, "trainable": True, "sampleable": True}]}
 
     # --- requests in a model's order ---------------------------------------------------------------------------------
@@ -220,36 +218,23 @@ class Service:
     def _submit(self, tenant: str, session: str, model: str, seq: int, kind: str, body: bytes) -> Record:
         if seq > (due := self._queue.next_seq[model]) + _AHEAD:
             raise Refused(f"seq_id={seq} is far beyond the one that is due, {due}")
-        self._accept(f"{model}:{seq}", tenant, session, kind, body, model=model, seq=seq)
-        return {"request_id": f"{model}:{seq}", "model_id": model}
+        row = {"id": f"{model}:{seq}", "tenant": tenant, "session": session, "model": model, "seq": seq, "kind": kind}
+        self._accept(row | {"cost": 1 + len(body) // _TOKEN_BYTES}, body, is_due=seq == due)
+        return {"request_id": row["id"], "model_id": model}
 
-    def _accept(
-        self,
-        name: str,
-        tenant: str,
-        session: str,
-        kind: str,
-        body: bytes,
-        model: str | None = None,
-        seq: int = 0,
-        cost: int = 0,
-    ) -> None:
-        """Write a request down and queue it; one that came before is the same request.
-
-        cost: tokens; 0: about as many as the body has.
-        """
-        digest = hashlib.blake2b(kind.encode() + b"\0" + body, digest_size=16).digest()
+    def _accept(self, row: Record, body: bytes, *, is_due: bool) -> None:
+        """Write a request down and queue it; one that came before is the same one. is_due: others may wait for it."""
+        digest, name = hashlib.blake2b(row["kind"].encode() + b"\0" + body, digest_size=16).digest(), row["id"]
         if (old := self.store.row("SELECT digest FROM requests WHERE id = ?", name)) is not None:
             if old["digest"] != digest:
                 raise Refused(f"request {name} was sent before with another content: its seq_id was used twice")
             return
-        is_due = model is not None and seq == self._queue.next_seq[model]  # others may wait for it
-        count, size = self._queue.waiting(tenant)
-        full = count >= self.limits.max_queued or (count and size + len(body) > self.limits.max_queued_bytes)
+        count, size = self._queue.waiting(row["tenant"])
+        full = count >= self.limits.serve.max_queued or (
+            count and size + len(body) > self.limits.serve.max_queued_megabytes * 2**20
+        )
         if full and not is_due:
             raise Refused(f"{count} requests of this key wait, {size:,} bytes: come again later", 429)
-        row = {"id": name, "tenant": tenant, "session": session, "model": model, "seq": seq, "kind": kind}
-        row["cost"] = cost or 1 + len(body) // _TOKEN_BYTES
         self.store.add_request(**row, digest=digest, body=body)
         self._enqueue(row | {"body": body, "tries": 0})
 
@@ -390,7 +375,7 @@ class Service:
         """Note that a model is used, and take out of memory the one that was used longest ago where they are many."""
         self._recent.pop(model, None)
         self._recent[model] = None
-        while len(self._recent) > self.limits.max_models:
+        while len(self._recent) > self.limits.serve.max_models:
             oldest = next(iter(self._recent))
             del self._recent[oldest]
             await self._call(self.engines.drop, oldest)
@@ -455,7 +440,7 @@ class Service:
             raise Refused(f"{broken}, a forward_backward since the last step, failed: no weight was changed")
         metrics = await self._call(self.engines.optim_step, model, params.model_dump())
         self._steps[model] = self._steps.get(model, 0) + 1
-        due = self._steps[model] >= self.limits.checkpoint_freq
+        due = self._steps[model] >= self.limits.serve.checkpoint_freq
         return _json({"metrics": metrics}), [await self._state(job, model)] if due else []
 
     async def _state(self, job: Job, model: str) -> Change:
@@ -555,8 +540,9 @@ class Service:
         self._session(tenant, sampler["session"])
         prompt = prompt_of(asked, sampler["id"], self.limits)
         name = f"{sampler['id']}:{asked.seq_id}"
-        cost = len(prompt.ids) + prompt.num_samples * prompt.sampling.max_tokens
-        self._accept(name, tenant, sampler["session"], "sample", body, cost=cost)
+        row = {"id": name, "tenant": tenant, "session": sampler["session"], "model": None, "seq": 0, "kind": "sample"}
+        row["cost"] = len(prompt.ids) + prompt.num_samples * prompt.sampling.max_tokens
+        self._accept(row, body, is_due=False)
         return {"request_id": name, "sample_sequence_ids": [f"{name}:{i}" for i in range(asked.num_samples)]}
 
     async def _samples(self, jobs: list[Job]) -> Results:

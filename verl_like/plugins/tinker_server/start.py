@@ -193,8 +193,8 @@ def _shared(config: PPOConfig, longest: int) -> dict[str, int]:
     if config.serve.isolation == "exact":
         return {}
     policy = config.actor_rollout_ref
-    training = policy.actor.ppo_max_token_len_per_gpu
-    return {"forward": training, "forward_backward": training, "sample": policy.rollout.max_num_seqs * longest}
+    training = dict.fromkeys(("forward", "forward_backward"), policy.actor.ppo_max_token_len_per_gpu)
+    return training | {"sample": policy.rollout.max_num_seqs * longest}
 
 
 def limits_of(config: PPOConfig, facts: ServeFacts) -> Limits:
@@ -208,11 +208,6 @@ def limits_of(config: PPOConfig, facts: ServeFacts) -> Limits:
         longest=facts.max_model_len,
         eos_ids=facts.eos_ids,
         seed=config.trainer.seed,
-        max_rank=serving.max_lora_rank,
-        checkpoint_freq=serving.checkpoint_freq,
-        max_queued=serving.max_queued,
-        max_queued_bytes=serving.max_queued_megabytes * 2**20,
-        max_models=serving.max_models,
-        session_timeout=serving.session_timeout,
+        serve=serving,
         shared=_shared(config, facts.max_model_len),
     )
