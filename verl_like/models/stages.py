@@ -17,9 +17,9 @@ from verl_like.models.heads import TokenModel
 if TYPE_CHECKING:
     from verl_like.config import FSDPConfig, ModelConfig
 
-# Models whose backbone is embedding, layers and norm, one after the other, and whose layers take nothing else from it
-# but positions and masks. The rest may do so too; only these were compared with the whole model.
-KINDS = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+# Of the types that are tested, those whose backbone is not embedding, layers and norm, one after the other, with layers
+# that give hidden states alone.
+WHOLE = ("bamba", "falcon_h1")
 
 
 def check_stages(model: ModelConfig, config: PretrainedConfig, fsdp: FSDPConfig, key: str, *, trained: bool) -> None:
@@ -30,9 +30,9 @@ def check_stages(model: ModelConfig, config: PretrainedConfig, fsdp: FSDPConfig,
     size, kind = fsdp.pipeline_parallel_size, config.model_type
     if size == 1:
         return
-    if kind not in KINDS:
+    if kind not in families.FAMILIES or kind in WHOLE:
         raise ValueError(
-            f"{key}={size}: a {kind!r} model is not cut into stages (only {', '.join(KINDS)}); set it to 1"
+            f"{key}={size}: a {kind!r} model is not cut into stages (docs/models.md says which are); set it to 1"
         )
     if size > config.num_hidden_layers:
         raise ValueError(f"{key}={size}: the model has {config.num_hidden_layers} layers; use as many stages at most")
@@ -57,6 +57,6 @@ def parts(model: TokenModel, count: int) -> dict[str, frozenset[int]]:
             found[name] = frozenset({0, last} if tied else {0})
         elif isinstance(child, nn.ModuleList):
             found |= {f"{name}.{i}": frozenset({i * count // len(child)}) for i in range(len(child))}
-        elif any(True for _ in child.parameters()):
+        elif any(True for _ in child.parameters()) or name.endswith("norm"):  # OLMo's has no weights
             found[name] = frozenset({last})
     return found

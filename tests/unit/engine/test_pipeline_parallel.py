@@ -130,13 +130,13 @@ def test_orders_of_passes() -> None:
 @pytest.mark.parametrize(
     ("name", "model", "size", "told"),
     [
-        ("gemma2", {}, 2, "a 'gemma2' model is not cut into stages"),
+        ("bamba", {}, 2, "a 'bamba' model is not cut into stages"),
         ("qwen3", {}, 9, "the model has 2 layers; use as many stages at most"),
         ("qwen3", {"lora_rank": 4}, 2, "with model.lora_rank=4: not available"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(tmp_path: Path, name: str, model: dict[str, Any], size: int, told: str) -> None:
-    config = ModelConfig(path=tiny.model_folder(tmp_path, name), **model)
+    config = ModelConfig(path=zoo.folder(tmp_path, name), **model)
     key = "fsdp_config.pipeline_parallel_size"
     with pytest.raises(ValueError, match=f"^{key}={size}.*{told}"):
         stages.check_stages(
