@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from verl_like.user_code import load
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineKind:
@@ -134,3 +136,13 @@ def preferred(*, on_cpu: bool, model_bytes: int | None) -> tuple[str, ...]:
     if not on_cpu:
         return ("vllm", "sglang", "hf")
     return ("hf", "vllm") if model_bytes is not None and model_bytes <= _SMALL else ("vllm", "hf")
+
+
+def is_installed(engine: str) -> bool:
+    """Return True where the packages of an engine are there."""
+    try:
+        if (place := ENGINES[engine].installed) is not None:
+            load(place, "rollout.name")()
+    except ValueError:
+        return False
+    return True

@@ -130,3 +130,8 @@ def _missing_on_hub(name: str, files: tuple[str, ...]) -> str | None:
     except Exception as error:  # the hub's client raises errors of several libraries
         return f"and the Hugging Face hub cannot be asked for it ({type(error).__name__}: {error}): {fix}"
     return f"and {name} on the Hugging Face hub has no {' or '.join(files)}"
+
+
+def weight_bytes(model: str | None) -> int | None:
+    """Add up the weight files of a local folder; None where there are none here."""
+    return sum(file.stat().st_size for file in Path(model or "").expanduser().glob("*.safetensors")) or None

@@ -12,7 +12,7 @@ import itertools
 import logging
 import traceback
 from bisect import insort
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -183,10 +183,14 @@ class HFRolloutEngine(SteppedRolloutEngine):
         """Put rows together of which the same tokens are known: they are computed once. Models that see: each alone."""
         if self._vision is not None:
             return [[row] for row in rows]
-        found: dict[tuple[int, ...], list[Row]] = {}
+        found: dict[Hashable, list[Row]] = {}
         for row in rows:
-            found.setdefault(tuple(row.known_ids), []).append(row)
+            found.setdefault(self._known(row), []).append(row)
         return [*found.values()]
+
+    def _known(self, row: Row) -> Hashable:
+        """Name what decides all that is computed for a row before its next token."""
+        return tuple(row.known_ids)
 
     def _prefill(self, alike: list[list[Row]]) -> tuple[Batch, Tensor]:
         rows = [group[0] for group in alike]

@@ -31,19 +31,20 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_like.config import PPOConfig
 from verl_like.config.batch_plan import uncorrected
-from verl_like.config.engines import AUTO, ENGINES, preferred
+from verl_like.config.engines import AUTO, is_installed, preferred
 from verl_like.config.errors import ConfigError, raise_if_any
 from verl_like.config.parser import meant
 from verl_like.config.rules import check
 from verl_like.config.schema import find_key, from_dict, get_value, keys, of_no_home, sections, suggest, to_dict
 from verl_like.config.spellings import Change, canonical, refusal, renamed
 from verl_like.models.adapter_config import adapter_settings
+from verl_like.models.location import weight_bytes
 from verl_like.observe.redaction import HIDDEN, redacted_tree
 from verl_like.observe.run_folder import flat
 from verl_like.registry import PARTS, part
 from verl_like.text import one_line
 from verl_like.trainer.yaml_anchors import inline_all, is_helper, own_data_keys
-from verl_like.user_code import EXTERNAL_MODULES, UserCodeError, external_modules, import_modules, load
+from verl_like.user_code import EXTERNAL_MODULES, UserCodeError, external_modules, import_modules
 
 logger = logging.getLogger(__name__)
 
@@ -206,27 +207,13 @@ def _engine(tree: DictConfig, changes: list[Change]) -> list[str]:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     refused: dict[str, int] = {}
     model = _selected(tree, "actor_rollout_ref.model.path")
-    for name in preferred(on_cpu=device == "cpu", model_bytes=_bytes_of(model)):
-        if _is_installed(name):
+    for name in preferred(on_cpu=device == "cpu", model_bytes=weight_bytes(model)):
+        if is_installed(name):
             _apply(tree, Change(key, name))
             refused[name] = _count_problems(tree, changes)
     chosen = min(refused, key=lambda name: refused[name])
     _apply(tree, Change(key, chosen))
     return [f"{key}=auto: {chosen}, on {device.upper()}"]
-
-
-def _bytes_of(model: str | None) -> int | None:
-    """Add up the weight files of a local folder; None where there are none here."""
-    return sum(file.stat().st_size for file in Path(model or "").expanduser().glob("*.safetensors")) or None
-
-
-def _is_installed(engine: str) -> bool:
-    try:
-        if (place := ENGINES[engine].installed) is not None:
-            load(place, "rollout.name")()
-    except ValueError:
-        return False
-    return True
 
 
 def _count_problems(tree: DictConfig, changes: list[Change]) -> int:

@@ -16,7 +16,7 @@ def test_every_head_is_rotated_by_its_own_position() -> None:
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-    from verl_like.plugins.vllm import compat
+    from verl_like.plugins.vllm.engine import rotate_all_heads
 
     attention = nn.Module()
     attention.qk_rope_head_dim = ROTATED
@@ -38,5 +38,5 @@ def test_every_head_is_rotated_by_its_own_position() -> None:
         return float((torch.cat(got, 1) - expected).abs().max())
 
     assert gap() > 0.1
-    compat.rotate_all_heads(attention)
+    rotate_all_heads(attention)
     assert gap() < 1e-5

@@ -251,7 +251,7 @@ FAULTS: dict[str, tuple[str, Plant, str]] = {
         around(
             TokenLayout, "of", lambda own, *given: dataclasses.replace(found := own(*given), further=found.further[:1])
         ),
-        "actor: mini-batch 1: gradient norm",
+        "actor: mini-batch",
     ),
     "another weight decay": ("grpo", around(sharded_model, "build_optimizer", undecayed), "actor: mini-batch 2"),
 }

@@ -156,10 +156,7 @@ def frozen_rollouts(config: PPOConfig, vocab_size: int) -> tuple[Rollouts, Score
     hf_config = load_hf_config(config.actor_rollout_ref.model)
     n, prompts = config.actor_rollout_ref.rollout.n, config.data.train_batch_size
     generator, most = torch.Generator().manual_seed(7), config.data
-    longest = min(
-        most.max_prompt_length + most.max_response_length,
-        longest_row(hf_config)[0],
-    )
+    longest = min(most.max_prompt_length + most.max_response_length, longest_row(hf_config)[0])
     long_response = max(1, min(most.max_response_length, longest - 2))
 
     def lengths(low: int, high: int) -> list[int]:
@@ -178,11 +175,7 @@ def frozen_rollouts(config: PPOConfig, vocab_size: int) -> tuple[Rollouts, Score
     responses = lengths(3, min(28, most.max_response_length))
     responses[0] = long_response
     rows = range(prompts * n)
-    texts = [tokens(size) for size in responses]
-    for row in rows:
-        if row % n:  # the rows of a prompt are a tree: each begins as the one before, a token further
-            common = min(row % n + 1, len(texts[row - 1]), len(texts[row]))
-            texts[row][:common] = texts[row - 1][:common]
+    texts = _as_trees([tokens(size) for size in responses], n)
     response_ids_BR = pad_rows(texts, side="right", dtype=torch.int32)
     length_B = torch.tensor(responses)
     mask_BR = torch.arange(response_ids_BR.shape[1])[None, :] < length_B[:, None]
@@ -232,6 +225,15 @@ def frozen_rollouts(config: PPOConfig, vocab_size: int) -> tuple[Rollouts, Score
         baseline_B=torch.rand(prompts, generator=generator).repeat_interleave(n),
     )
     return rollouts, scores, [left_out] if left_out else []
+
+
+def _as_trees(texts: list[list[int]], n: int) -> list[list[int]]:
+    """Let each response of a prompt begin as the one before, a token further."""
+    for row in range(len(texts)):
+        if row % n:
+            common = min(row % n + 1, len(texts[row - 1]), len(texts[row]))
+            texts[row][:common] = texts[row - 1][:common]
+    return texts
 
 
 def _ends_short(config: PPOConfig) -> bool:

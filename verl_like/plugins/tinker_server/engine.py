@@ -10,7 +10,7 @@ import dataclasses
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,6 @@ from verl_like.models import blocks
 from verl_like.models.heads import TOP_IDS, TOP_LOG_PROBS, PolicyModel
 from verl_like.models.loading import load_hf_config
 from verl_like.models.packing import ModelInput
-from verl_like.models.vision import VisionInput
 from verl_like.parallel.dist import init_distributed, shutdown_distributed
 from verl_like.plugins.tinker_server.adapters import Adapter, AdapterSpec, Places
 from verl_like.plugins.tinker_server.losses import HIGH, LOSSES, LOW
@@ -42,6 +41,7 @@ from verl_like.rollout.build import rollout_dtype
 from verl_like.rollout.hf import HFRolloutEngine
 from verl_like.rollout.hf_batch import Batch
 from verl_like.rollout.rollout_engine import GenerationRequest, SamplingParams, request_seed
+from verl_like.rollout.rows import Row as SampledRow
 
 _CHOSEN = "chosen_log_probs"
 _ONE = Denominators(num_tokens=1, num_sequences=1, max_response_length=1)  # losses are sums
@@ -259,10 +259,13 @@ class _Sampling(HFRolloutEngine):
     arrange: Callable[[Tensor, torch.device], None]
     owners: Mapping[str, int] = MappingProxyType({})  # by request, where several adapters act
 
-    def _forward(self, ids_bs: Tensor, positions_bs: Tensor, batch: Batch, images: VisionInput | None = None) -> Tensor:
+    def _forward(self, ids_bs: Tensor, positions_bs: Tensor, batch: Batch, *further: Any) -> Tensor:
         if self.owners:
             self.arrange(torch.tensor([self.owners[row.request.request_id] for row in batch.rows]), self._device)
-        return super()._forward(ids_bs, positions_bs, batch, images)
+        return super()._forward(ids_bs, positions_bs, batch, *further)
+
+    def _known(self, row: SampledRow) -> Hashable:
+        return super()._known(row), self.owners.get(row.request.request_id)
 
 
 class Engines:

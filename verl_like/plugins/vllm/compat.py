@@ -377,18 +377,6 @@ def mask_logits(model: nn.Module, tokenizer_size: int) -> None:
     model.compute_logits = masked  # an attribute of the instance: survives reloading of weights
 
 
-def rotate_all_heads(model: nn.Module) -> None:
-    """Let latent attention (deepseek_v3) rotate its queries by vLLM's own formula in torch. For CPU alone.
-
-    Its queries have three axes, and the kernel there (vLLM 0.32) rotates those wrongly. It seems to take the stride of
-    heads for that of tokens; flat queries, as of other models, come out right.
-    """
-    for module in model.modules():
-        if hasattr(module, "qk_rope_head_dim") and isinstance(rotary := getattr(module, "rotary_emb", None), nn.Module):
-            found: Any = rotary
-            found._forward_method = found.forward_native
-
-
 def reload(llm: Any, stream: Iterator[tuple[str, Tensor]]) -> None:
     """Exchange all weights (adapters aside); `drop_caches` must follow.
 
