@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DeepseekV3Config, GPT2Config, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
+from transformers import DeepseekV3Config, GPT2Config, PretrainedConfig, Qwen2Config
 
 from tests.unit.engine.tiny import experience, model_folder
 from verl_like.config.fsdp import FSDPConfig
@@ -82,12 +82,21 @@ def test_padded_rows_are_refused(tmp_path: Path) -> None:
         check_model(padded, hf_config, 2, "critic.key")
 
 
+def with_plan(style: str) -> Qwen2Config:
+    config = Qwen2Config()
+    config.base_model_tp_plan = {"layers.*.self_attn.q_proj": style}
+    return config
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         (GPT2Config(), "no tensor-parallel plan for 'gpt2'"),
-        (DeepseekV3Config(), r"'deepseek_v3' has styles that are not available here \(layers.*: packed_colwise"),
-        (Qwen3MoeConfig(), r"'qwen3_moe' has styles that are not available here \(.*moe_tp_experts"),
+        (DeepseekV3Config(), "plan for 'deepseek_v3' leaves attention whole"),
+        (
+            with_plan("nonesuch"),
+            r"'qwen2' has styles that are not available here \(layers\.\*\.self_attn\.q_proj: nonesuch",
+        ),
     ],
 )
 def test_other_plans_are_refused_by_name(config: PretrainedConfig, message: str) -> None:
