@@ -32,11 +32,11 @@ class GrowingLayer(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Add columns [b, heads, s, head size] of all rows; returns all keys and all values."""
+        added = key_states.shape[2]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-            self._rows = key_states.shape[0]
-            self._memory = [new.new_zeros(*new.shape[:2], 0, new.shape[3]) for new in (key_states, value_states)]
-        added = key_states.shape[2]
+            self._rows, columns = key_states.shape[0], added + max(_ROOM, added // 2)
+            self._memory = [new.new_zeros(*new.shape[:2], columns, new.shape[3]) for new in (key_states, value_states)]
         self._reserve(self._rows, 0, added)
         for memory, new in zip(self._memory, (key_states, value_states), strict=True):
             memory[: self._rows, :, self._last : self._last + added] = new
