@@ -19,6 +19,8 @@ from verl_like.rollout.base import RolloutEngine
 from verl_like.weight_sync.verdict import WeightSyncError
 
 MIXTURES = [name for name, row in families.FAMILIES.items() if families.VLLM in row.tested and "experts" in row.kind]
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}  # the one size that its kernel has
 pytestmark = pytest.mark.engines  # each takes a start of vLLM
 
 
@@ -34,7 +36,7 @@ def test_every_sync_reaches_the_kernels(
     process: ProcessInfo, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM packs experts when it loads them; the second sync sends other weights and must be packed as well."""
-    path = zoo.folder(tmp_path, name, num_attention_heads=2, num_key_value_heads=1)
+    path = zoo.folder(tmp_path, name, **(LATENT if name == "deepseek_v3" else HEADS))
     engine, batch = tiny.build_engine(process, path), tiny.experience(9)
     rollout = build_for("vllm", ModelConfig(path=path), process, tokenizer_size=tiny.VOCAB)
     sync = within(engine, rollout, RolloutConfig(), process)

@@ -358,10 +358,11 @@ class FSDPEngine(ShardedModel):
             sync_every = self.role.fsdp.sync_every_micro_batch and not self.sharding.reduces_once
             if self._pipe is not None:
                 metrics += self._backward_in_stages(self._pipe, parts, objective, sync_every=sync_every)
-            for i, part in enumerate(parts if self._pipe is None else ()):
-                self.sharding.set_gradient_sync(sync_every or i == len(parts) - 1)
-                with microbatch.told(part):
-                    metrics.append(self._backward(part and part[1], objective, other))
+            else:
+                for i, part in enumerate(parts):
+                    self.sharding.set_gradient_sync(sync_every or i == len(parts) - 1)
+                    with microbatch.told(part):
+                        metrics.append(self._backward(part and part[1], objective, other))
             self._rescue.agree()
             self.sharding.reshard()  # first: the shards hold the gradients, also where weights were kept gathered
             self.sharding.complete_gradients()

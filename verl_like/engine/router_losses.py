@@ -24,6 +24,7 @@ from verl_like.config.actor import BalanceForm, RouterConfig
 from verl_like.models.checkpoint_names import is_router_bias
 from verl_like.models.packing import Segments
 from verl_like.models.routes import NO_ROUTERS, routers_of
+from verl_like.parallel.experts import count_each
 
 _LOSSES = "actor.router", "set balance_loss_coef=0 and z_loss_coef=0"
 
@@ -125,7 +126,7 @@ def _counts(logits: Tensor, chosen: Tensor, sequence_T: Tensor | None) -> Tensor
     experts = logits.shape[-1]
     first_T1 = torch.zeros_like(chosen[:, :1]) if sequence_T is None else sequence_T[:, None] * experts
     rows = 1 if sequence_T is None else int(sequence_T[-1]) + 1
-    return torch.bincount((first_T1 + chosen).flatten(), minlength=rows * experts).double().view(rows, experts)
+    return count_each((first_T1 + chosen).flatten(), rows * experts).double().view(rows, experts)
 
 
 def check_router(hf: PreTrainedModel, router: RouterConfig, routes_key: str = "") -> None:

@@ -112,7 +112,7 @@ FAMILIES: dict[str, Family] = {
     "granitemoe": _experts(),
     "flex_olmo": _experts(),
     "hunyuan_v1_moe": _experts(),
-    "deepseek_v3": _experts(),
+    "deepseek_v3": _experts(_EVERYTHING),
     "glm4_moe": _experts(_EVERYTHING),
     "dots1": _experts(),
     "minimax_m2": _experts(),

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.integrations.moe import _grouped_linear
 
+from verl_like.parallel.experts import count_each
+
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 _INNER = "base_layer"
 _ALIGNED = 8  # numbers of a row: grouped products want 16 bytes
@@ -102,7 +104,7 @@ def _forward_experts(
     if not gate_up.enabled:
         return type(experts).forward(experts, hidden_TH, chosen, weights)
     expert_S, order_S = torch.sort(chosen.flatten(), stable=True)
-    ends_E = torch.bincount(expert_S, minlength=gate_up.experts).cumsum(0).to(torch.int32)
+    ends_E = count_each(expert_S, gate_up.experts).cumsum(0).to(torch.int32)
     x = hidden_TH[order_S // chosen.shape[1]]
     for name, adapter in ((GATE_UP, gate_up), (DOWN, down)):
         bias = getattr(experts, f"{name}_bias")[expert_S] if experts.has_bias else None

@@ -33,8 +33,7 @@ def spread_experts(experts: nn.Module, group: SequenceRanks) -> None:
 def _forward(experts: Any, group: SequenceRanks, hidden_NH: Tensor, chosen_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
     """Compute what the module's own forward pass would with the experts of all ranks (collective)."""
     expert_S, order_S = torch.sort(chosen_Nk.flatten(), stable=True)  # by owner, and there by expert
-    count_E = torch.zeros(experts.num_experts * group.size, dtype=torch.int64, device=expert_S.device)
-    count_E.scatter_add_(0, expert_S, torch.ones_like(expert_S))  # bincount would have the host wait for its length
+    count_E = count_each(expert_S, experts.num_experts * group.size)
     sent, received, expert_M = _exchanged_counts(count_E.view(group.size, -1), group)
     tokens_SH = hidden_NH[order_S // chosen_Nk.shape[1]]
     computed_MH = _computed(experts, _Exchange.apply(tokens_SH, sent, received, group), expert_M)
@@ -42,6 +41,12 @@ def _forward(experts: Any, group: SequenceRanks, hidden_NH: Tensor, chosen_Nk: T
     place_S = torch.empty_like(order_S).scatter_(0, order_S, torch.arange(len(order_S), device=order_S.device))
     weighted_SH = back_SH[place_S] * weights_Nk.reshape(-1, 1)
     return weighted_SH.view(*chosen_Nk.shape, -1).sum(1).to(hidden_NH.dtype)
+
+
+def count_each(number_S: Tensor, most: int) -> Tensor:
+    """Count each of the numbers below `most`, [most] int64; torch.bincount has the host wait for its own length."""
+    number_S = number_S.long()
+    return number_S.new_zeros(most).scatter_add_(0, number_S, torch.ones_like(number_S))
 
 
 def _exchanged_counts(count_GE: Tensor, group: SequenceRanks) -> tuple[list[int], list[int], Tensor]:

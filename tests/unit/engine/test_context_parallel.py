@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.unit.engine import context_scenarios as scenarios
-from tests.unit.engine import tiny
+from tests.unit.engine import row_groups, tiny
 from tests.unit.engine.context_scenarios import Group
 from tests.unit.engine.tiny import assert_same, by_parameter
 from verl_like.config import ModelConfig
@@ -27,25 +27,7 @@ def paths(folder: Path) -> dict[str, str]:
     return {name: tiny.model_folder(folder / name, kind, **keys) for name, (kind, keys) in scenarios.MODELS.items()}
 
 
-@pytest.fixture(scope="module")
-def one(process: ProcessInfo, paths: dict[str, str], folder: Path) -> dict[str, Any]:
-    return scenarios.everything(Group(process, 1), paths, str(folder / "one"), None)
-
-
-@pytest.fixture(scope="module")
-def two(folder: Path, paths: dict[str, str], one: dict[str, Any]) -> list[dict[str, Any]]:
-    return tiny.spawn_ranks(2, scenarios.two, folder / "ranks2", paths, str(folder / "two"), str(folder / "one"))
-
-
-@pytest.fixture(scope="module")
-def four(folder: Path, paths: dict[str, str], two: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return tiny.spawn_ranks(4, scenarios.four, folder / "ranks4", paths, str(folder / "four"), str(folder / "two"))
-
-
-@pytest.fixture(scope="module", params=["two", pytest.param("four", marks=pytest.mark.engines)])
-def shared(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """What each rank says; all of them share every row."""
-    return request.getfixturevalue(request.param)
+one, two, four, shared = row_groups.fixtures(scenarios, lambda process: Group(process, 1))
 
 
 def test_gradients_are_one_ranks(one: dict[str, Any], shared: list[dict[str, Any]]) -> None:
@@ -63,7 +45,8 @@ def test_outputs_norms_and_the_change_of_weights(one: dict[str, Any], shared: li
     for rank in shared:
         for name, rows in one["outputs"].items():
             torch.testing.assert_close(rank["outputs"][name], rows, rtol=0, atol=1e-5)
-        assert rank["norms"] == pytest.approx(one["norms"], rel=1e-5)
+        norms = [step["grad_norm"] for step in rank["told"]]
+        assert norms == pytest.approx([step["grad_norm"] for step in one["told"]], rel=1e-5)
         by_parameter(rank["change"], one["change"], 1e-3)
 
 
@@ -82,7 +65,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(
     for rank in shared:
         assert_same(rank["uninterrupted"], one["uninterrupted"], 1e-5)
         assert_same(rank["resumed"], one["uninterrupted"], 1e-5)
-    again = scenarios.resumed(Group(process, 1), paths["plain"], str(folder / "two"))
+    again = Group(process, 1).resumed(paths["plain"], str(folder / "two"))
     assert_same(again, one["uninterrupted"], 1e-5)
 
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.unit.engine import pipeline_scenarios as scenarios
-from tests.unit.engine import tiny
+from tests.unit.engine import row_groups, tiny
 from tests.unit.engine.pipeline_scenarios import Line
 from tests.unit.engine.tiny import assert_same, by_parameter
 from tests.unit.models import zoo
@@ -34,25 +34,7 @@ def paths(folder: Path) -> dict[str, str]:
     }
 
 
-@pytest.fixture(scope="module")
-def one(process: ProcessInfo, paths: dict[str, str], folder: Path) -> dict[str, Any]:
-    return scenarios.everything(Line(process, 1), paths, str(folder / "one"), None)
-
-
-@pytest.fixture(scope="module")
-def two(folder: Path, paths: dict[str, str], one: dict[str, Any]) -> list[dict[str, Any]]:
-    return tiny.spawn_ranks(2, scenarios.two, folder / "ranks2", paths, str(folder / "two"), str(folder / "one"))
-
-
-@pytest.fixture(scope="module")
-def four(folder: Path, paths: dict[str, str], two: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return tiny.spawn_ranks(4, scenarios.four, folder / "ranks4", paths, str(folder / "four"), str(folder / "two"))
-
-
-@pytest.fixture(scope="module", params=["two", pytest.param("four", marks=pytest.mark.engines)])
-def staged(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """What each rank says."""
-    return request.getfixturevalue(request.param)
+one, two, four, staged = row_groups.fixtures(scenarios, lambda process: Line(process, 1))
 
 
 def test_gradients_are_one_ranks(one: dict[str, Any], staged: list[dict[str, Any]], paths: dict[str, str]) -> None:
@@ -90,7 +72,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_stages(
         for rank in staged:
             assert_same(rank[f"uninterrupted_{name}"], one[f"uninterrupted_{name}"], 1e-5)
             assert_same(rank[f"resumed_{name}"], one[f"uninterrupted_{name}"], 1e-5)
-        again = scenarios.resumed(Line(process, 1), paths[name], str(folder / f"two_{name}"))
+        again = Line(process, 1).resumed(paths[name], str(folder / f"two_{name}"))
         assert_same(again, one[f"uninterrupted_{name}"], 1e-5)
 
 

@@ -10,30 +10,28 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from verl_like.batch import Evaluated, Prompt, PromptRow, Rollouts, Sequences
+from verl_like.batch import Evaluated, Rollouts, Sequences
 from verl_like.config import PPOConfig
 from verl_like.config.batch_plan import MicroBatchRule
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.engine.train_engine import LOG_PROBS
-from verl_like.episodes.answering import Answering
 from verl_like.episodes.collector import Collector
-from verl_like.episodes.episode import SingleTurn
 from verl_like.kit.selfcheck.report import Finding
 from verl_like.models.loading import load_hf_config
-from verl_like.rollout.rollout_engine import GenerationRequest, SamplingParams, request_seed
+from verl_like.rollout.rollout_engine import GenerationRequest, SamplingParams
 from verl_like.trainer.roles import ActorHandle
+from verl_like.trainer.route_check import made_up_prompts, sampled_rows
 from verl_like.workers.rollout import start_engine
 
 logger = logging.getLogger(__name__)
 
-_PROMPTS, _RESPONSES, _IDS = 6, 2, 10  # of ids that every tokenizer has
+_PROMPTS, _RESPONSES = 6, 2
 _LONGEST_PROMPT, _LONGEST_RESPONSE = 70, 40  # [tokens] beyond one block of keys
 
 
 def _prompts(longest: int) -> list[list[int]]:
     """Make prompts of several lengths."""
-    lengths = [max(1, min(longest, _LONGEST_PROMPT) * (i + 1) // _PROMPTS) for i in range(_PROMPTS)]
-    return [[request_seed(0, i, j) % _IDS for j in range(length)] for i, length in enumerate(lengths)]
+    return made_up_prompts([max(1, min(longest, _LONGEST_PROMPT) * (i + 1) // _PROMPTS) for i in range(_PROMPTS)])
 
 
 def prove_at_start(config: PPOConfig, collector: Collector, actor: ActorHandle) -> float:
@@ -43,17 +41,7 @@ def prove_at_start(config: PPOConfig, collector: Collector, actor: ActorHandle) 
     Raises ValueError where a log-prob differs in any bit.
     """
     most = min(config.data.max_response_length, _LONGEST_RESPONSE)
-    how = Answering(
-        runner=SingleTurn(),
-        sampling=SamplingParams(temperature=config.actor_rollout_ref.rollout.temperature, max_tokens=most),
-        n=_RESPONSES,
-        seed=config.trainer.seed,
-        purpose="parity",
-        grade_at_end=True,
-    )
-    row = PromptRow(index=0, data_source="parity", messages=[])
-    asked = enumerate(_prompts(config.data.max_prompt_length))
-    rows = collector.probe([Prompt(ids=ids, row=row, group=i, position=i) for i, ids in asked], how)
+    rows = sampled_rows(config, collector, _prompts(config.data.max_prompt_length), _RESPONSES, most, purpose="parity")
     trained_T, sampled_T = actor.log_probs(rows).old_log_probs_T, rows.rollout_log_probs_T
     assert trained_T is not None and sampled_T is not None
     if different := int((trained_T != sampled_T).sum()):

@@ -1,4 +1,4 @@
-"""PPO whose actor, reference and critic share every row by chunks: a whole run on Ray is one rank's."""
+"""PPO whose actor, reference and critic have every row on two ranks: a whole run on Ray is one rank's."""
 
 from __future__ import annotations
 
@@ -9,12 +9,6 @@ from support import main_ppo, metrics_of, overrides, write_task
 
 pytestmark = pytest.mark.slow
 
-SHARED = {
-    "trainer.launcher": "ray",
-    "trainer.n_gpus_per_node": 2,
-    "actor_rollout_ref.actor.fsdp_config.context_parallel_size": 2,  # the reference follows
-    "critic.model.fsdp_config.context_parallel_size": 2,
-}
 RUN = {
     "algorithm.adv_estimator": "gae",
     "actor_rollout_ref.actor.use_kl_loss": True,
@@ -28,12 +22,21 @@ RUN = {
 }
 
 
-def test_a_run_on_two_ranks_is_one_ranks(tmp_path: Path, tiny_model: Path) -> None:
-    """A rank's budget is 10 tokens, below every row of more: both ranks together have room for the longest."""
-    budgets = {f"{role}.ppo_max_token_len_per_gpu": 10 for role in ("actor_rollout_ref.actor", "critic")}
+@pytest.mark.parametrize(
+    ("size", "tokens"),
+    [
+        ("context_parallel_size", 10),  # below every row of more: both ranks together have room for the longest
+        ("pipeline_parallel_size", 24),  # a stage has several micro-batches on the way
+    ],
+)
+def test_a_run_on_two_ranks_is_one_ranks(tmp_path: Path, tiny_model: Path, size: str, tokens: int) -> None:
+    """tokens: budget of a rank."""
+    two = {f"{role}.ppo_max_token_len_per_gpu": tokens for role in ("actor_rollout_ref.actor", "critic")}
+    two |= {f"{section}.fsdp_config.{size}": 2 for section in ("actor_rollout_ref.actor", "critic.model")}  # and of ref
     task, found = write_task(tmp_path), {}
-    for name, more in (("one", {"trainer.launcher": "local"}), ("two", SHARED | budgets)):
-        result = main_ppo(overrides(task, tiny_model, tmp_path / name, **(RUN | more)))
+    for name, more in (("one", {"trainer.launcher": "local"}), ("two", {"trainer.n_gpus_per_node": 2} | two)):
+        run = {"trainer.launcher": "ray"} | RUN | more
+        result = main_ppo(overrides(task, tiny_model, tmp_path / name, **run))
         assert result.returncode == 0, result.stdout
         found[name] = metrics_of(tmp_path / name)
     assert "2 (1 data parallel)" in result.stdout and "longer sequence" not in result.stdout
