@@ -32,6 +32,7 @@ NOT_RUN: dict[str, str] = {
     "verl_like/parallel/broken_pass.py:complete": "memory that ends on one rank of several: on CPUs alone",
     "verl_like/plugins/vllm/engine.py:VLLMRolloutEngine.__init__": "routes that vLLM's CUDA build returns: tests/gpu",
     "verl_like/parallel/broken_pass.py:forget": "for releases of torch without reset_iter_state",
+    "verl_like/config/rules/": "rules of keys need no device: tests/unit/config/messages.jsonl has each",
 }
 APART = "verl_like/models/fused_triton.py:"  # not in the share: a kernel has no line that Python runs
 
