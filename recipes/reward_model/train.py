@@ -2,7 +2,8 @@
 
     python recipes/reward_model/train.py --pairs pairs.json --tokenizer FOLDER --output-dir outputs/reward_model
 
-PAIRS is a JSON list of {"conversations": [{"from", "value"}], "chosen": {"value"}, "rejected": {"value"}}. The loss is
+PAIRS is a JSON list of {"conversations": [{"from", "value"}], "chosen": {"value"}, "rejected": {"value"}}. A new model
+is trained by `verl-like preference preference.loss=reward`, in OUTPUT/run, and stands in OUTPUT/model. The loss is
 -log sigmoid(score(chosen) - score(rejected)) (Bradley and Terry 1952; Ouyang et al. 2022, arXiv 2203.02155).
 """
 
@@ -11,16 +12,17 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Sequence
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
 
-Pair = tuple[list[int], list[int]]  # tokens of the chosen and of the rejected text
+import verl_like
+
+Row = dict[str, Any]  # prompt, chosen, rejected: chat messages, or texts with data.chat_template=none
 ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
 
 
@@ -30,27 +32,22 @@ class Settings:
 
     hidden_size: int = 128
     num_layers: int = 2
-    max_length: int = 256
+    max_length: int = 2048
     steps: int = 120
     batch_size: int = 8
     learning_rate: float = 1e-3
     seed: int = 1
 
 
-def read_pairs(path: Path, tokenizer: Any, max_length: int) -> list[Pair]:
-    """Each pair as two conversations in the tokenizer's own chat template, cut at max_length tokens."""
-    pairs = []
+def read_pairs(path: Path) -> list[Row]:
+    """Rows of `verl-like preference`, without those whose answers are the same."""
+    rows = []
     for record in json.loads(path.read_text(encoding="utf-8")):
         prompt = [{"role": ROLES[m["from"]], "content": m["value"]} for m in record["conversations"]]
-        chosen, rejected = (
-            tokenizer.apply_chat_template(
-                [*prompt, {"role": "assistant", "content": record[side]["value"]}], tokenize=True, return_dict=False
-            )[:max_length]
-            for side in ("chosen", "rejected")
-        )
-        if chosen != rejected:
-            pairs.append((chosen, rejected))
-    return pairs
+        sides = {side: [{"role": "assistant", "content": record[side]["value"]}] for side in ("chosen", "rejected")}
+        if sides["chosen"] != sides["rejected"]:
+            rows.append({"prompt": prompt, **sides})
+    return rows
 
 
 def build_model(vocab_size: int, pad_id: int, settings: Settings) -> Qwen2ForSequenceClassification:
@@ -72,40 +69,41 @@ def build_model(vocab_size: int, pad_id: int, settings: Settings) -> Qwen2ForSeq
     return Qwen2ForSequenceClassification(config).float()
 
 
-def scores(model: Qwen2ForSequenceClassification, texts: Sequence[Sequence[int]]) -> Tensor:
-    """[B]: the head's output at the last token of each text (right padded here)."""
-    width = max(len(text) for text in texts)
-    ids = torch.tensor([[*text, *[model.config.pad_token_id] * (width - len(text))] for text in texts])
-    mask = torch.arange(width)[None, :] < torch.tensor([len(text) for text in texts])[:, None]
-    hidden = model.model(input_ids=ids, attention_mask=mask.long()).last_hidden_state
-    last = hidden[torch.arange(len(texts)), mask.sum(dim=1) - 1]
-    return model.score(last)[:, 0]
-
-
-def train(model: Qwen2ForSequenceClassification, pairs: Sequence[Pair], settings: Settings) -> None:
-    """Pairwise logistic regression on random batches of pairs."""
-    generator = random.Random(settings.seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.01)
-    model.train()
-    for step in range(settings.steps):
-        batch = generator.sample(list(pairs), min(settings.batch_size, len(pairs)))
-        both = scores(model, [chosen for chosen, _ in batch] + [rejected for _, rejected in batch])
-        margin = both[: len(batch)] - both[len(batch) :]
-        loss = -torch.nn.functional.logsigmoid(margin).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        if step % 20 == 0:
-            print(f"step {step}: loss {loss.item():.3f}")
-    model.eval()
-
-
-@torch.no_grad()
-def accuracy(model: Qwen2ForSequenceClassification, pairs: Sequence[Pair]) -> float:
-    """Share of pairs whose chosen text scores higher."""
-    right = [bool(scores(model, [chosen])[0] > scores(model, [rejected])[0]) for chosen, rejected in pairs]
-    return sum(right) / len(right)
+def train(
+    folder: Path, tokenizer: Any, training: list[Row], held_out: list[Row], settings: Settings, **more: Any
+) -> float:
+    """Write folder/model, trained. The share of held-out pairs whose chosen answer scores higher. more: keys."""
+    for name in ("new_model", "run", "model"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    build_model(len(tokenizer), tokenizer.pad_token_id, settings).save_pretrained(folder / "new_model")
+    tokenizer.save_pretrained(folder / "new_model")
+    for split, rows in (("train", training), ("val", held_out)):
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    values = {
+        "trainer.objective": "preference",
+        "preference.loss": "reward",
+        "data.train_files": str(folder / "train.jsonl"),
+        "data.val_files": str(folder / "val.jsonl"),
+        "data.train_batch_size": settings.batch_size,
+        "data.filter_overlong_prompts": True,
+        "sft.max_length": settings.max_length,
+        "data.seed": settings.seed,
+        "model.path": str(folder / "new_model"),
+        "model.enable_gradient_checkpointing": False,
+        "optim.lr": settings.learning_rate,
+        "checkpoint.save_contents": ["hf_model"],
+        "trainer.total_training_steps": settings.steps,
+        "trainer.total_epochs": -(-settings.steps * settings.batch_size // len(training)) + 1,
+        "trainer.device": "cpu",
+        "trainer.launcher": "local",
+        "trainer.seed": settings.seed,
+        "trainer.report_freq": -1,
+        "trainer.default_local_dir": str(folder / "run"),
+    }
+    verl_like.run(verl_like.compose(values | more))
+    shutil.copytree(folder / "run" / f"global_step_{settings.steps}" / "actor" / "huggingface", folder / "model")
+    last = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1]
+    return json.loads(last)["val/accuracy"]
 
 
 def main() -> None:
@@ -117,16 +115,14 @@ def main() -> None:
     parser.add_argument("--held-out", type=int, default=40, help="pairs kept for the accuracy")
     arguments = parser.parse_args()
     settings = Settings(steps=arguments.steps)
-    tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
-    pairs = read_pairs(arguments.pairs, tokenizer, settings.max_length)
+    pairs = read_pairs(arguments.pairs)
     random.Random(settings.seed).shuffle(pairs)
     held_out, training = pairs[: arguments.held_out], pairs[arguments.held_out :]
-    model = build_model(len(tokenizer), tokenizer.pad_token_id, settings)
-    train(model, training, settings)
-    print(f"accuracy: {accuracy(model, training[:100]):.3f} on pairs seen, {accuracy(model, held_out):.3f} on others")
-    model.save_pretrained(arguments.output_dir)
-    tokenizer.save_pretrained(arguments.output_dir)
-    print(f"wrote {arguments.output_dir}: reward_model.enable=True reward_model.model.path={arguments.output_dir}")
+    tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
+    accuracy = train(arguments.output_dir, tokenizer, training, held_out, settings)
+    model = arguments.output_dir / "model"
+    print(f"accuracy: {accuracy:.3f} on pairs that it has not seen")
+    print(f"wrote {model}: reward_model.enable=True reward_model.model.path={model}")
 
 
 if __name__ == "__main__":

@@ -3,31 +3,30 @@
     python recipes/vision/prepare.py --output-dir outputs/vision --seed 1
 
 writes OUTPUT/data/{train,val}.parquet, the same with the pictures dealt to other rows (shuffled_*.parquet, for the
-control), and OUTPUT/model (a Hugging Face folder). The warm start is supervised, by a teacher who mixes colours up:
-mostly red is called green, blue yellow, purple white, and the other way round. So the model sees the colours, and
-nearly all of its likeliest answers are wrong: reinforcement learning has to look at the pictures to mend that.
+control), and OUTPUT/model (a Hugging Face folder). The warm start is a supervised run (`verl-like sft`, in
+OUTPUT/warm_start) on pictures and the words of a teacher who mixes colours up: mostly red is called green, blue yellow,
+purple white, and the other way round. So the model sees the colours, and nearly all of its likeliest answers are wrong:
+reinforcement learning has to look at the pictures to mend that.
 """
 
 from __future__ import annotations
 
 import argparse
-import io
-import math
 import random
+import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
-from PIL import Image
-from scene import COLORS, QUESTION, build_model, build_processor, build_tokenizer, picture, save
-from transformers import PreTrainedTokenizerFast, Qwen2VLForConditionalGeneration
+from scene import COLORS, QUESTION, build_model, build_tokenizer, picture, save
+
+import verl_like
 
 NUM_TRAIN, NUM_VAL, NUM_LESSONS = 1500, 300, 2000
 MIXED_UP = 0.65  # of the lessons
-STEPS, BATCH, LEARNING_RATE = 250, 64, 1e-3
+EPOCHS, BATCH, LEARNING_RATE = 8, 64, 1e-3
 NAMES = list(COLORS)
 
 
@@ -56,64 +55,46 @@ def write(folder: Path, split: str, rows: list[dict[str, Any]], rng: random.Rand
         pq.write_table(table, folder / f"{name}.parquet", row_group_size=100)
 
 
-class Lessons:
-    """Rows as tensors: tokens of question and answer [N, S], and patches [N, patches, width]."""
-
-    def __init__(self, rows: list[dict[str, Any]], answers: list[str], tokenizer: PreTrainedTokenizerFast) -> None:
-        images = [Image.open(io.BytesIO(row["images"][0]["bytes"])) for row in rows]
-        processed = build_processor()(images=images, return_tensors="pt")
-        self.grid = processed["image_grid_thw"][0]
-        self.patches = processed["pixel_values"].view(len(rows), int(self.grid.prod()), -1)
-        image = f"<|vision_start|>{'<|image_pad|>' * (int(self.grid.prod()) // 4)}<|vision_end|>"
-        question = QUESTION.replace("<image>", image)
-        self.ids = torch.tensor(tokenizer([f"{question}{answer}<|im_end|>" for answer in answers])["input_ids"])
-        self.image_id = tokenizer.convert_tokens_to_ids("<|image_pad|>")
-
-    def logits(self, model: Qwen2VLForConditionalGeneration, chosen: torch.Tensor) -> torch.Tensor:
-        """[n, 2, V]: before the answer, and before its end."""
-        ids = self.ids[chosen]
-        return model(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            mm_token_type_ids=(ids == self.image_id).int(),
-            pixel_values=self.patches[chosen].flatten(0, 1),
-            image_grid_thw=self.grid.expand(len(chosen), 3),
-        ).logits[:, -3:-1]
+def lessons(rows: list[dict[str, Any]], rng: random.Random) -> list[dict[str, Any]]:
+    """What the teacher says, who mixes colours up."""
+    shown = []
+    for row in rows:
+        color = NAMES.index(row["reward_model"]["ground_truth"]) ^ int(rng.random() < MIXED_UP)
+        said = {"role": "assistant", "content": NAMES[color]}
+        shown.append({"messages": [*row["prompt"], said], "images": row["images"]})
+    return shown
 
 
-def warm_start(
-    model: Qwen2VLForConditionalGeneration, rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerFast, seed: int
-) -> None:
-    """Supervised learning from the teacher who mixes colours up: AdamW, 20 steps of warm-up, cosine decay."""
-    rng = random.Random(seed)
-    right = [NAMES.index(row["reward_model"]["ground_truth"]) for row in rows]
-    lessons = Lessons(rows, [NAMES[color ^ int(rng.random() < MIXED_UP)] for color in right], tokenizer)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
-    generator = torch.Generator().manual_seed(seed)
-    for step in range(1, STEPS + 1):
-        cosine = 0.5 * (1 + math.cos(math.pi * step / STEPS))
-        optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1.0, step / 20) * cosine
-        chosen = torch.randint(len(rows), (BATCH,), generator=generator)
-        targets = lessons.ids[chosen, -2:].flatten()
-        loss = torch.nn.functional.cross_entropy(lessons.logits(model, chosen).flatten(0, 1), targets)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if step % 50 == 0:
-            print(f"  step {step}/{STEPS}  loss {loss.item():.3f}", flush=True)
-
-
-@torch.no_grad()
-def accuracy(
-    model: Qwen2VLForConditionalGeneration, rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerFast
-) -> tuple[float, float]:
-    """Share of right answers: (greedy, sampled at temperature 1)."""
-    lessons = Lessons(rows, [row["reward_model"]["ground_truth"] for row in rows], tokenizer)
-    probabilities = lessons.logits(model, torch.arange(len(rows)))[:, 0].softmax(-1)
-    right = lessons.ids[:, -2]
-    greedy = (probabilities.argmax(-1) == right).float().mean()
-    return greedy.item(), probabilities.gather(1, right[:, None]).mean().item()
+def warm_start(folder: Path, seed: int, rng: random.Random) -> Path:
+    """Supervised learning from the teacher, `verl-like sft`: 20 steps of warm-up, cosine decay to zero. The model's
+    folder."""
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer, seed)
+    print(f"Warm start of a new {model.num_parameters() / 1e6:.2f}M-parameter Qwen2-VL:", flush=True)
+    save(folder / "new_model", model, tokenizer)
+    shown = pa.Table.from_pylist(lessons(draw_rows(NUM_LESSONS, "lessons", rng), rng))
+    pq.write_table(shown, folder / "train.parquet", row_group_size=100)
+    settings = {
+        "trainer.objective": "sft",
+        "data.train_files": str(folder / "train.parquet"),
+        "data.train_batch_size": BATCH,
+        "data.max_length": 32,
+        "data.seed": seed,
+        "model.path": str(folder / "new_model"),
+        "model.enable_gradient_checkpointing": False,
+        "optim.lr": LEARNING_RATE,
+        "optim.weight_decay": 0.0,
+        "optim.lr_warmup_steps": 20,
+        "checkpoint.save_contents": ["hf_model"],
+        "trainer.total_epochs": EPOCHS,
+        "trainer.device": "cpu",
+        "trainer.launcher": "local",
+        "trainer.seed": seed,
+        "trainer.report_freq": -1,
+        "trainer.default_local_dir": str(folder / "run"),
+    }
+    verl_like.run(verl_like.compose(settings))
+    return folder / "run" / f"global_step_{EPOCHS * (NUM_LESSONS // BATCH)}" / "actor" / "huggingface"
 
 
 def main() -> None:
@@ -129,14 +110,10 @@ def main() -> None:
     train, val = draw_rows(NUM_TRAIN, "train", rng), draw_rows(NUM_VAL, "val", rng)
     for split, rows in (("train", train), ("val", val)):
         write(out / "data", split, rows, rng)
-    tokenizer = build_tokenizer()
-    model = build_model(tokenizer, seed)
-    print(f"Warm start of a new {model.num_parameters() / 1e6:.2f}M-parameter Qwen2-VL:")
     started = time.time()
-    warm_start(model, draw_rows(NUM_LESSONS, "lessons", rng), tokenizer, seed)
-    greedy, sampled = accuracy(model, val, tokenizer)
-    save(out / "model", model, tokenizer)
-    print(f"It took {time.time() - started:.0f} s; right on validation: greedy {greedy:.2f}, sampled {sampled:.2f}")
+    shutil.rmtree(out / "warm_start", ignore_errors=True)
+    shutil.copytree(warm_start(out / "warm_start", seed, rng), out / "model")
+    print(f"Warm start took {time.time() - started:.0f} s")
 
 
 if __name__ == "__main__":

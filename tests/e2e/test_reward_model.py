@@ -20,23 +20,19 @@ from verl_like.workers.weights import WeightsRole
 def judge(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A reward model that learnt from pairs to prefer the answer with more sevens."""
     recipe = load_script(ROOT / "recipes" / "reward_model" / "train.py", "reward_model_recipe")
-    tokenizer = load_tokenizer(str(tiny_model))
     generator = random.Random(1)
     texts = [["".join(generator.choices("0123456777", k=6)) for _ in range(2)] for _ in range(400)]
     ordered = [sorted(pair, key=lambda text: text.count("7")) for pair in texts]
-    pairs = [
-        tuple(tokenizer(f"{generator.randrange(10)}+1={text}").input_ids for text in (more, fewer))
+    rows = [
+        {"prompt": f"{generator.randrange(10)}+1=", "chosen": more, "rejected": fewer}
         for fewer, more in ordered
         if more.count("7") > fewer.count("7")
     ]
     settings = recipe.Settings(hidden_size=64, num_layers=1, steps=120, batch_size=32, learning_rate=3e-3)
-    model = recipe.build_model(len(tokenizer), tokenizer.pad_token_id, settings)
-    recipe.train(model, pairs, settings)
-    assert recipe.accuracy(model, pairs[:50]) > 0.9
     folder = tmp_path_factory.mktemp("judge")
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    plain = {"data.chat_template": "none"}
+    assert recipe.train(folder, load_tokenizer(str(tiny_model)), rows[50:], rows[:50], settings, **plain) > 0.9
+    return folder / "model"
 
 
 def run(tmp_path: Path, model: Path, judge: Path, **settings: Any) -> list[dict[str, Any]]:
@@ -52,14 +48,14 @@ def test_the_policy_learns_what_the_reward_model_likes(tmp_path: Path, tiny_mode
         "custom_reward_function.path": None,
         "reward_model.model.input_tokenizer": str(tiny_model),
         "data.val_files": "[]",
-        "trainer.total_training_steps": 16,
+        "trainer.total_training_steps": 20,
         "trainer.rollout_data_dir": str(tmp_path / "samples"),
         "actor_rollout_ref.model.use_remove_padding": True,
     }
     records = run(tmp_path, tiny_model, judge, **settings)
     early, late = (sum(r["reward/model_score/mean"] for r in part) / 4 for part in (records[:4], records[-4:]))
     assert late > early + 0.5
-    first, last = ((tmp_path / "samples" / f"{step:06d}.jsonl").read_text().count("7") for step in (1, 16))
+    first, last = ((tmp_path / "samples" / f"{step:06d}.jsonl").read_text().count("7") for step in (1, 20))
     assert last > 1.5 * first
 
 

@@ -67,12 +67,14 @@ def test_a_model_trained_on_preferences_prefers_what_people_chose(
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(shared_data / "tok_minimind")
-    settings = recipe.Settings(hidden_size=64, num_layers=1, max_length=96, steps=60)
-    pairs = recipe.read_pairs(shared_data / "tool_chat" / "dpo_en_demo.json", tokenizer, settings.max_length)[:60]
-    model = recipe.build_model(len(tokenizer), tokenizer.pad_token_id, settings)
-    recipe.train(model, pairs, settings)
-    model.save_pretrained(tmp_path / "rm")
-    workers, group = group_of(tmp_path / "rm", tmp_path)
+    settings = recipe.Settings(hidden_size=64, num_layers=1, steps=60)
+    rows = recipe.read_pairs(shared_data / "tool_chat" / "dpo_en_demo.json")[:60]
+    recipe.train(tmp_path, tokenizer, rows, rows[:20], settings)
+    pairs = [
+        [tokenizer.apply_chat_template(row["prompt"] + row[side], return_dict=False) for side in ("chosen", "rejected")]
+        for row in rows
+    ]
+    workers, group = group_of(tmp_path / "model", tmp_path)
     try:
         values = group.scores([text for pair in pairs for text in pair])
     finally:
