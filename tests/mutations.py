@@ -316,6 +316,13 @@ ENGINE_AND_ROLLOUT = [
         "engine/test_lean_optim.py",
     ),
     Mutation(
+        "Muon hands a matrix's rows back to the wrong ranks",
+        "engine/muon.py",
+        "back = _exchanged(whole, received, sent, group)",
+        "back = _exchanged(whole.roll(1), received, sent, group)",
+        "engine/test_muon.py",
+    ),
+    Mutation(
         "top-p drops the token that crosses p",
         "rollout/sampling.py",
         "dropped_BV = cumulative_BV <= 1 - top_p_B[:, None]",

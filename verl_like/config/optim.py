@@ -8,11 +8,12 @@ from verl_like.config.base import ConfigNode, above, at_least, between, key, min
 
 
 class OptimizerName(StrEnum):
-    """AdamW with float32 states (in the precision of the weights), bfloat16 states, or 8-bit states."""
+    """AdamW with float32 states (in the precision of the weights), bfloat16 states, or 8-bit states; Muon."""
 
     adamw = "adamw"
     adamw_bf16 = "adamw_bf16"
     adamw_8bit = "adamw_8bit"
+    muon = "muon"
 
 
 class WarmupStyle(StrEnum):
@@ -28,7 +29,7 @@ class OptimConfig(ConfigNode):
 
     optimizer: OptimizerName = OptimizerName.adamw
     """adamw; adamw_bf16 (averages in bfloat16) or adamw_8bit (averages in 8 bits), both with stochastic rounding, which
-    bfloat16 weights (fsdp_config.model_dtype) get too."""
+    bfloat16 weights (fsdp_config.model_dtype) get too; muon (matrices of layers, AdamW for the rest, one lr)."""
     lr: float = key(1e-6, at_least(0))
     """Peak learning rate."""
     lr_warmup_steps: int = key(-1, at_least(-1), unit="training steps")
@@ -60,3 +61,5 @@ class OptimConfig(ConfigNode):
     """AdamW averaging factors of the gradient and its square."""
     eps: float = key(1e-8, above(0))
     """AdamW denominator constant."""
+    muon_momentum: float = key(0.95, between(0, 1), idle="optimizer is not muon")
+    """Muon's averaging factor of the gradient, with Nesterov's look ahead."""

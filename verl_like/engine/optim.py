@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from verl_like.batch import Metric
+from verl_like.engine.muon import Muon
 from verl_like.parallel.sharding import local_tensor, shard_index
 
 if TYPE_CHECKING:
@@ -187,8 +188,13 @@ def _row_chunks(tensor: Tensor) -> Iterator[slice]:
         yield slice(start, start + rows)
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> torch.optim.Optimizer:
-    """Build the optimizer of `optim.optimizer` over the shards; weight decay on every parameter, as verl."""
+def build_optimizer(
+    parameters: Iterable[nn.Parameter], optim: OptimConfig, matrices: Iterable[nn.Parameter] = ()
+) -> torch.optim.Optimizer:
+    """Build the optimizer of `optim.optimizer` over the shards; weight decay on every parameter, as verl.
+
+    matrices: those among the parameters that Muon would step.
+    """
     settings: dict[str, Any] = {
         "lr": optim.lr,
         "betas": (optim.betas[0], optim.betas[1]),
@@ -196,6 +202,15 @@ def build_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> t
         "weight_decay": optim.weight_decay,
     }
     groups = [{"params": alike} for alike in _by_mesh(parameters)]
+    if optim.optimizer == "muon":
+        chosen = {id(matrix) for matrix in matrices}
+        groups = [
+            {"params": kind, "momentum": momentum}
+            for alike in groups
+            for momentum in (optim.muon_momentum, None)
+            if (kind := [p for p in alike["params"] if (id(p) in chosen) == (momentum is not None)])
+        ]
+        return Muon(groups, **settings, fused=True)
     if optim.optimizer == "adamw":
         return torch.optim.AdamW(groups, **settings, fused=True)
     return LeanAdamW(groups, **settings, bits=_BITS[optim.optimizer])

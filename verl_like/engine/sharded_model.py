@@ -16,6 +16,7 @@ from verl_like.config.fsdp import resolve_dtype
 from verl_like.engine import state
 from verl_like.engine.expert_load import ExpertLoad
 from verl_like.engine.export import WeightExport
+from verl_like.engine.muon import matrices_of
 from verl_like.engine.optim import LossScale, Schedule, build_optimizer
 from verl_like.engine.router_losses import RouterLosses, check_router
 from verl_like.engine.state import BackgroundWriter, Part
@@ -79,7 +80,9 @@ class ShardedModel:
         self.sharding = self._shard()
         whole = partial(loading.build_meta_model, model, self.hf_config, kind=role.kind)
         self._export = WeightExport(self.sharding, self._adapters, self._stored, whole)
-        self.optimizer = None if optim is None else build_optimizer(self.sharding.parameters(), optim)
+        self.optimizer = None
+        if optim is not None:
+            self.optimizer = build_optimizer(self.sharding.parameters(), optim, matrices_of(self.model.hf))
         self.schedule, self.changes = schedule, WeightChanges()
         self._loss_scale = LossScale(self.compute_dtype)
         self._params_offloaded = self._optimizer_offloaded = False

@@ -68,6 +68,8 @@ def of_model(engine: FSDPEngine) -> Iterator[Reading]:
     for group, name in itertools.product(groups, ("lr", "betas", "eps", "weight_decay")):
         asked = getattr(role.optim, name)
         yield f"{role.section}.optim.{name}", tuple(asked) if name == "betas" else asked, group[name]
+    for momentum in (group["momentum"] for group in groups if group.get("momentum") is not None):
+        yield f"{role.section}.optim.muon_momentum", role.optim.muon_momentum, momentum
 
 
 def _of_adapters(engine: FSDPEngine) -> Iterator[Reading]:

@@ -82,6 +82,9 @@ def test_keys_change_their_parts(config: PPOConfig) -> None:
     assert "actor optimizer" not in offloaded.phases["gen"] and "actor optimizer" in offloaded.phases["update_actor"]
     eight_bit = at(config, ONE, {"actor_rollout_ref.actor.optim.optimizer": "adamw_8bit"})
     assert eight_bit.phases["update_actor"]["actor optimizer"] == base.phases["update_actor"]["actor optimizer"] / 4
+    muon = at(config, ONE, {"actor_rollout_ref.actor.optim.optimizer": "muon"})
+    averages = shape_of("1.5B").all_weights + shape_of("1.5B").root_weights
+    assert muon.phases["update_actor"]["actor optimizer"] == pytest.approx(4 * averages)
     lora = at(config, ONE, {f"{MODEL_KEY}.lora_rank": 32})
     assert lora.total("update_actor") < 0.3 * base.total("update_actor")
     with_reference = at(config, ONE, {"actor_rollout_ref.actor.use_kl_loss": True})

@@ -12,6 +12,7 @@ import torch
 from tests.e2e.support import main_ppo, overrides, write_task
 from tests.unit.engine.tiny import build_engine, model_folder
 from verl_like.config import ModelConfig, RolloutConfig
+from verl_like.config.optim import OptimConfig, OptimizerName
 from verl_like.kit.readback import differences, of_model, of_rollout
 from verl_like.parallel.dist import ProcessInfo
 
@@ -37,6 +38,7 @@ def told(engine: Any) -> list[str]:
 def test_what_is_as_it_was_asked_for_is_not_told(process: ProcessInfo, tmp_path: Path) -> None:
     folder = model_folder(tmp_path)
     lora = {"lora_rank": 2, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+    muon = OptimConfig(optimizer=OptimizerName.muon, muon_momentum=0.9)
     cases: tuple[dict[str, Any], ...] = (
         {},
         {"model": {"use_remove_padding": False}},
@@ -44,10 +46,14 @@ def test_what_is_as_it_was_asked_for_is_not_told(process: ProcessInfo, tmp_path:
         {"kind": "value"},
         {"kind": "value", "model": {"lora_rank": 2}},
         {"optim": None},
+        {"optim": muon},
     )
     for changes in cases:
         engine = build_engine(process, folder, **changes)
         assert told(engine) == [] and len(list(of_model(engine))) > 2
+    assert engine.optimizer is not None
+    engine.optimizer.param_groups[0]["momentum"] = 0.8
+    assert told(engine) == [f"{A}.optim.muon_momentum: 0.9 was asked for, but 0.8 was built"]
 
 
 def test_planted_differences(process: ProcessInfo, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from verl_like.config.actor import ReplayMode
 from verl_like.config.batch_plan import two_policies
 from verl_like.config.mesh import tokens_apart, tokens_together
 from verl_like.config.micro_batches import Cut, cuts
+from verl_like.config.optim import OptimizerName
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.roles import compares_in_driver, every_role, needs_reference, roles_of
 from verl_like.config.rollout import NEUTRAL, distortions
@@ -90,6 +91,31 @@ def pipeline_parallel_role(config: PPOConfig) -> Findings:
     for used, key in zip(replays, _ROUTES, strict=True):
         if of_policy and used:
             yield (of_policy[0], key), "routes are those of all layers; leave one out"
+
+
+_TRAINED = [role for role in _ROLES if role.optim is not None]
+
+
+@rule(
+    *(f"{role.section}.optim.optimizer" for role in _TRAINED),
+    *(role.tensor_key for role in _TRAINED),
+    *(f"{role.model_section}.lora_rank" for role in _TRAINED),
+    *(f"{role.sharding_section}.model_dtype" for role in _TRAINED),
+)
+def muon_steps_whole_matrices(config: PPOConfig) -> Findings:
+    """Muon orthogonalises whole matrices of a model that is trained in full, in float32."""
+    for role in roles_of(config).values():
+        if role.optim is None or role.optim.optimizer != OptimizerName.muon:
+            continue
+        key = f"{role.section}.optim.optimizer"
+        if role.tensor > 1:
+            yield (key, role.tensor_key), "parts of split matrices are not joined for it; use adamw or set one to 1"
+        if role.model.lora_rank > 0:
+            why = "the two factors of an adapter are no matrices of the model; use adamw or set lora_rank=0"
+            yield (key, f"{role.model_section}.lora_rank"), why
+        if role.fsdp.model_dtype != "float32":
+            why = "small steps would be lost to rounding; use adamw_bf16 or set it to float32"
+            yield (key, f"{role.sharding_section}.model_dtype"), why
 
 
 _ROUTER = f"{_ACTOR}.router"

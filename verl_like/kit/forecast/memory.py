@@ -325,7 +325,9 @@ def _model(role: RoleConfig, shape: memory.Shape, machine: Machine, processes: i
         context=role.context,
     )
     trained = 0 if optim is None else shape.lora_weights(model.lora_rank) if lora else shape.all_weights
-    state = 0.0 if optim is None else _STATES[str(optim.optimizer)]
+    state = 0.0 if optim is None else _STATES.get(str(optim.optimizer))
+    if optim is not None and str(optim.optimizer) == "muon":  # one average of a layer's weights, two of the root's
+        state = master * (1 + shape.root_weights / shape.all_weights)
     return Model(
         name=role.name,
         shape=shape,
