@@ -140,9 +140,9 @@ far as the heads divide, over the rest by context parallelism (of 8 devices 0.5B
 One rank's part of an update, at the default token budget, with everything offloaded between phases: GiB of its largest
 moment, of which weights, gradients and AdamW's states stay for all of it (of stages the largest), and GB that it sends
 by axis of the mesh. `shard` is FSDP's: weights twice a micro-batch (the embedding and the head once), and gradients in
-float32. `expert`: tokens to their experts and back, with their gradients, and again where layers are recomputed, at even
-loads. `tensor`: tokens gathered, sums scattered. `pipe`: hidden states and their gradients. Tests count what two ranks
-really send on each axis, and find these formulas within 6%. An update takes 1,024 rows of 4,096 tokens.
+float32. `expert`: tokens to their experts and back, with their gradients, and again where layers are recomputed, at
+even loads. `tensor`: tokens gathered, sums scattered. `pipe`: hidden states and their gradients. Tests count what two
+ranks really send on each axis, and find these formulas within 6%. An update takes 1,024 rows of 4,096 tokens.
 
 {meshes}
 
