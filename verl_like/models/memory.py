@@ -8,7 +8,7 @@ the forward pass.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from transformers import PretrainedConfig
@@ -88,6 +88,14 @@ class Shape:
     def layer_weights(self) -> float:
         """Weights of one layer, the unit that FSDP gathers."""
         return (self.all_weights - self.root_weights) / self.layers
+
+    def stage(self, count: int) -> Shape:
+        """Shape of the largest of `count` stages: as many layers as any has, and one of embedding and head."""
+        if count == 1:
+            return self
+        layers, root = -(-self.layers // count), self.vocab * self.hidden + self.hidden
+        weights = round(layers * self.layer_weights) + root
+        return replace(self, layers=layers, all_weights=weights, root_weights=root)
 
     def lora_weights(self, rank: int) -> int:
         """Weights of adapters of this rank on every linear layer (target_modules=all-linear)."""

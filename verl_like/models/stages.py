@@ -27,21 +27,25 @@ def check_stages(model: ModelConfig, config: PretrainedConfig, fsdp: FSDPConfig,
 
     Raises ValueError, naming `key`, where it cannot.
     """
-    size, kind = fsdp.pipeline_parallel_size, config.model_type
+    size = fsdp.pipeline_parallel_size
     if size == 1:
         return
-    if kind not in families.FAMILIES or kind in WHOLE:
-        raise ValueError(
-            f"{key}={size}: a {kind!r} model is not cut into stages (docs/models.md says which are); set it to 1"
-        )
-    if size > config.num_hidden_layers:
-        raise ValueError(f"{key}={size}: the model has {config.num_hidden_layers} layers; use as many stages at most")
+    if why := why_whole(config, fsdp):
+        fix = "use as many stages at most" if size > config.num_hidden_layers else "set it to 1"
+        raise ValueError(f"{key}={size}: {why}; {fix}")
     if trained and model.lora_rank > 0:
         raise ValueError(f"{key}={size} with model.lora_rank={model.lora_rank}: not available; set one to 1 or 0")
+
+
+def why_whole(config: PretrainedConfig, fsdp: FSDPConfig) -> str:
+    """Say why a model is not cut into the stages asked for; empty where it can be."""
+    if config.model_type not in families.FAMILIES or config.model_type in WHOLE:
+        return f"a {config.model_type!r} model is not cut into stages (docs/models.md says which are)"
+    if fsdp.pipeline_parallel_size > config.num_hidden_layers:
+        return f"the model has {config.num_hidden_layers} layers"
     if fsdp.wrap_policy.transformer_layer_cls_to_wrap or fsdp.wrap_policy.min_num_params:
-        raise ValueError(
-            f"{key}={size}: stages are cut between decoder layers; leave {key.rpartition('.')[0]}.wrap_policy out"
-        )
+        return "stages are cut between decoder layers, not where fsdp_config.wrap_policy says"
+    return ""
 
 
 def parts(model: TokenModel, count: int) -> dict[str, frozenset[int]]:

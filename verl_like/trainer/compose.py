@@ -43,6 +43,7 @@ from verl_like.observe.redaction import HIDDEN, redacted_tree
 from verl_like.observe.run_folder import flat
 from verl_like.registry import PARTS, part
 from verl_like.text import one_line
+from verl_like.trainer.stages_asked import asked_by_megatron, taken_back
 from verl_like.trainer.yaml_anchors import inline_all, is_helper, own_data_keys
 from verl_like.user_code import EXTERNAL_MODULES, UserCodeError, external_modules, import_modules
 
@@ -179,7 +180,13 @@ def compose_tree(overrides: Overrides, yaml_files: Sequence[str | Path]) -> tupl
     raise_if_any([problem for change in changes if (problem := _apply(tree, change))])
     _import_users_modules(tree)
     warnings = settings.warnings + warnings + _engine(tree, changes)
-    return tree, changes, warnings + _corrected(tree, changes) + _adapted(tree, changes)
+    warnings += _corrected(tree, changes) + _adapted(tree, changes)
+    return tree, changes, [*warnings, *take_back_stages(tree, asked_by_megatron(_leaves(inlined))).values()]
+
+
+def take_back_stages(tree: DictConfig, asked: Mapping[str, str]) -> dict[str, str]:
+    """Run `stages_asked.taken_back` on a tree."""
+    return taken_back(asked, lambda: to_config(tree), lambda key: _apply(tree, Change(key, 1)))
 
 
 def _take_objective(settings: Settings) -> None:

@@ -297,10 +297,11 @@ def test_every_row_names_real_keys():
     ("override", "line"),
     [
         (f"{R}.val_kwargs.min_tokens=999", f"min_tokens=999 with {R}.val_kwargs.max_tokens=None and"),
-        (f"{A}.megatron.pipeline_model_parallel_size=foo", "=foo: give a whole number, at least 1, or leave it out"),
-        (f"{A}.megatron.pipeline_model_parallel_size=0", "=0: give a whole number, at least 1, or leave it out"),
+        (f"{A}.megatron.expert_tensor_parallel_size=foo", "=foo: give a whole number, at least 1, or leave it out"),
+        (f"{A}.megatron.expert_tensor_parallel_size=0", "=0: give a whole number, at least 1, or leave it out"),
+        (f"{A}.megatron.pipeline_model_parallel_size=0", "fsdp_config.pipeline_parallel_size=0: must be at least 1"),
         (f"{A}.megatron.context_paralel_size=2", f"=2: did you mean {A}.megatron.context_parallel_size?"),
-        (f"{A}.megatron.pipeline_model_parallel_size=-3", "=-3: give a whole number, at least 1, or leave it out"),
+        (f"{A}.megatron.expert_tensor_parallel_size=-3", "=-3: give a whole number, at least 1, or leave it out"),
         (
             f"+{A}.megatron.override_transformer_config.moe_aux_loss_coeff=0.001",
             "=0.001: not available yet; set it to 0, or leave it out (see actor.router.balance_loss_coef)",

@@ -177,7 +177,8 @@ def test_dropped_keys_say_why():
         # from its ppo_megatron_trainer.yaml, at its defaults
         (f"{A}.megatron.override_transformer_config.recompute_granularity", None),
         (f"{A}.megatron.override_ddp_config.overlap_grad_reduce", True),
-        ("reward_model.megatron.pipeline_model_parallel_size", 1),
+        ("reward_model.megatron.pipeline_model_parallel_size", None),
+        ("reward_model.megatron.virtual_pipeline_model_parallel_size", 2),
         ("actor_rollout_ref.ref.megatron.override_transformer_config", {}),
         (f"{A}.optim.lr_decay_steps", None),
         (f"{R}.layer_name_map.qkv_layer_name", "qkv"),
@@ -234,7 +235,7 @@ def test_what_follows_another_key_follows_its_name_of_today(key, value, found):
 def test_what_megatron_splits_otherwise_is_sharded_by_fsdp_with_a_line_that_says_so():
     mega, ref = f"{A}.megatron", "actor_rollout_ref.ref.megatron"
     asked = {
-        f"{mega}.pipeline_model_parallel_size": 4,
+        f"{mega}.expert_tensor_parallel_size": 4,
         f"{mega}.tensor_model_parallel_size": 2,
         f"{mega}.context_parallel_size": 2,
         f"{ref}.tensor_model_parallel_size": 2,  # whose context size is the actor's
@@ -251,7 +252,7 @@ def test_what_megatron_splits_otherwise_is_sharded_by_fsdp_with_a_line_that_says
     assert [line.partition(": ")[0] for line in loud] == [
         f"{mega}.tensor_model_parallel_size=2",
         f"{ref}.tensor_model_parallel_size=2",
-        f"{mega}.pipeline_model_parallel_size=4",
+        f"{mega}.expert_tensor_parallel_size=4",
     ]
     assert "FSDP shards the weights over these processes" in loud[0] and "context_parallel_size=2" in loud[0]
 

@@ -410,7 +410,12 @@ def test_the_readmes_tensor_and_pipeline_parallel_run_of_colossal() -> None:
     actor = BatchPlan.build(config, 16).roles["actor"]
     assert (actor.config.tensor, actor.data_parallel_size, actor.mini_batch_prompts) == (4, 4, 16)
     assert actor.config.grad_clip == 0.5 and not actor.config.fsdp.reshard_after_forward
-    assert "FSDP shards" in next(item.note for item in done.of(NOTHING) if item.name == "pipeline_parallel_size")
+    note = next(item.note for item in done.of(NOTHING) if item.name == "pipeline_parallel_size")
+    assert "tensor_parallel_size=4 FSDP shards" in note and actor.config.fsdp.pipeline_parallel_size == 1
+    alone = colossal("-m model -t 16 -i 16 -tbs 8 -ibs 1 -imbs 1", "pp_size=4")
+    assert [line for line in alone.overrides() if "pipeline" in line] == [
+        "actor_rollout_ref.actor.fsdp_config.pipeline_parallel_size=4"
+    ]
 
 
 def test_megatron_sizes_of_rolls_beside_each_other(tmp_path: Path) -> None:

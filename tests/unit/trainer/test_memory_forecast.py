@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path as FilePath
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from tests.unit.bench.tiny import MODEL
 from verl_like.config import PPOConfig
@@ -53,6 +55,24 @@ def test_published_sizes_are_counted_as_the_models_themselves() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sizing_docs._SIZES, "tiny", sizes)
         assert shape_of("tiny") == counted
+
+
+def test_published_experts_are_counted_as_the_models_themselves(shared_data: FilePath) -> None:
+    for name in ("30B-A3B", "235B-A22B"):
+        config = AutoConfig.from_pretrained(shared_data / "model_configs" / f"Qwen__Qwen3-{name}.json")
+        assert sizing_docs.experts_shape(name) == Shape.of(config, ModelCost.of(config))
+
+
+def test_a_stage_by_hand(config: PPOConfig) -> None:
+    """The larger of two on eight GPUs, four of which hold it."""
+    shape, stages = shape_of("32B"), {f"{FSDP}.pipeline_parallel_size": 2, BUDGET: 16_384}
+    whole, cut = at(config, EIGHT, {BUDGET: 16_384}, "32B"), at(config, EIGHT, stages, "32B")
+    weights = 32 * shape.layer_weights + shape.vocab * shape.hidden + shape.hidden
+    update = cut.phases["update_actor"]
+    assert update["actor weights"] == update["actor optimizer"] / 2 == 4 * weights / 4
+    assert update["activations"] == whole.phases["update_actor"]["activations"]  # of half the layers, twice
+    saved = whole.phases["update_actor"]["gathered weights"] - update["gathered weights"]
+    assert saved == 2 * shape.vocab * shape.hidden  # one of embedding and head, in bfloat16
 
 
 def test_gradients_that_wait_for_the_last_micro_batch_are_whole(config: PPOConfig) -> None:

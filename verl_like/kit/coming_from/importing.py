@@ -23,7 +23,8 @@ from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.errors import ConfigError
 from verl_like.config.names import Row, plain_names, row_of, table, value_of, written
 from verl_like.config.schema import get_value, keys
-from verl_like.trainer.compose import compose_tree, compose_with_warnings, followers_of, to_config
+from verl_like.trainer.compose import compose_tree, compose_with_warnings, followers_of, take_back_stages, to_config
+from verl_like.trainer.stages_asked import with_follower
 
 OTHERWISE = "otherwise: "  # so begin notes that are about refused values
 CARRIED, NOTHING, REFUSED, UNKNOWN = "carried", "needs nothing", "refused", "unknown"
@@ -232,7 +233,26 @@ def translate(source: Foreign) -> Imported:
             done.settings[key] = _joined(old, new) if isinstance(old, dict) and isinstance(new, dict) else new
             by.setdefault(key, name)
         done.items.append(Item(name, value, status, own, note, assumed))
+    _take_back_stages(done, by)
     return done
+
+
+def _take_back_stages(done: Imported, by: Mapping[str, str]) -> None:
+    """Leave out pipeline stages that a role cannot have here, and say what is done instead."""
+    asked = {key: by[key] for key in done.settings if key.endswith("fsdp_config.pipeline_parallel_size")}
+    if not any(done.settings[key] > 1 for key in asked):
+        return
+    asked = with_follower(asked, asked)
+    try:
+        told = take_back_stages(compose_tree(done.overrides(), [])[0], asked)
+    except ConfigError:  # which `check` tells
+        return
+    for key, why in told.items():
+        done.settings[key] = 1
+        for item in (item for item in done.items if item.name == asked[key]):
+            item.settings.pop(key, None)
+            item.note = why.partition(": ")[2]
+            item.status = CARRIED if item.settings else NOTHING
 
 
 @cache

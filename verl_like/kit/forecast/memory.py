@@ -33,7 +33,7 @@ from verl_like.trainer.costs import NO_ROOM, ModelCosts
 logger = logging.getLogger(__name__)
 
 GIB = 1024**3
-_SIZES = {"float32": 4, "fp32": 4, "bfloat16": 2, "bf16": 2, "float16": 2, "fp16": 2}
+SIZES = {"float32": 4, "fp32": 4, "bfloat16": 2, "bf16": 2, "float16": 2, "fp16": 2}
 _STATES = {"adamw": None, "adamw_bf16": 4.0, "adamw_8bit": 2.0}  # bytes of both AdamW states; None: two master weights
 _KEEPS_FREE = 0.95  # of a device: the rest is the driver's, CUDA's own and fragments
 _ACTOR, _REF, _ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout"))
@@ -90,13 +90,17 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """One model on one rank: its shape, how it is computed, how it is spread."""
+    """One model on one rank: its shape, how it is computed, how it is spread.
+
+    Of a model that is cut into stages it is the largest of them, with the first stage's activations (of as many
+    micro-batches as there are stages) and the last one's head.
+    """
 
     name: str
     shape: memory.Shape
     path: memory.Path
     fsdp: FSDPConfig
-    shards: int  # ranks that hold its weights together
+    shards: int  # ranks that hold its weights, those of a stage, together
     master: int  # bytes of a trained weight
     trained: float  # numbers that have a gradient; 0: forward only
     state: float  # bytes of the optimizer's states of one of them
@@ -126,7 +130,7 @@ class Model:
         """Whole weights in the compute precision: the root and two layers, or all where they are kept."""
         keeps = not self.fsdp.reshard_after_forward or (self.alone and self.path.on_cpu)
         if keeps and (backward or self.alone or not self.path.on_cpu):
-            return float(self.path.c * self.shape.all_weights) / self.fsdp.pipeline_parallel_size
+            return float(self.path.c * self.shape.all_weights)
         return self.path.c * (self.shape.root_weights + 2 * self.layer())
 
     def last_layer(self) -> float:
@@ -177,7 +181,8 @@ class Model:
             + (path.c + 4 + came) * layer  # gradient, what is sent, what comes
             + new * first
         )
-        activations = memory.activation_bytes(shape, path, tokens, row)
+        in_flight = replace(shape, layers=shape.layers * min(micro_batches, self.fsdp.pipeline_parallel_size))
+        activations = memory.activation_bytes(in_flight, path, tokens, row)
         at_root = max(new + 4, 4 + came) * root  # a gradient goes when it is copied to be sent
         none_yet = gradients if micro_batches == 1 else 0.0
         if path.on_cpu:
@@ -239,7 +244,7 @@ def forecast(
     pools = {role: pool for pool in pools_of(config, machine.world) for role in pool.roles}
     shapes = {ACTOR: actor, REF: actor, CRITIC: critic, **teachers}
     models = {
-        name: _model(role, shape, machine, pools[name].world_size)
+        name: model_of(role, shape, machine, pools[name].world_size)
         for name, role in roles.items()
         if (shape := shapes.get(name)) is not None and not role.is_base_of_actor
     }
@@ -259,11 +264,11 @@ def forecast(
     def forward(name: str) -> dict[str, float]:
         model = models.get(name, models[ACTOR])
         return beside(model.name) | model.forward(
-            _tokens(config, roles[name], "forward", pools[name].world_size, row)[0]
+            tokens_of(config, roles[name], "forward", pools[name].world_size, row)[0]
         )
 
     def update(name: str) -> dict[str, float]:
-        tokens, count = _tokens(config, roles[name], "update", pools[name].world_size, row)
+        tokens, count = tokens_of(config, roles[name], "update", pools[name].world_size, row)
         return beside(name) | models[name].update(tokens, row, count)
 
     whole = config.actor_rollout_ref.rollout.load_format == "dummy_hf"
@@ -285,7 +290,7 @@ def forecast(
     known, updated = [name for name in teachers if name in models], update(ACTOR)
     if known and config.distillation.compares:  # they work inside the update
         for name in known:
-            tokens = _tokens(config, roles[ACTOR], "update", pools[name].world_size, row)[0]
+            tokens = tokens_of(config, roles[ACTOR], "update", pools[name].world_size, row)[0]
             own = models[name].forward(tokens)
             updated |= {
                 f"{name} weights": models[name].weights(),
@@ -300,7 +305,7 @@ def forecast(
     return Forecast(phases=phases | {"update_actor": updated}, capacity=machine.capacity)
 
 
-def _tokens(config: PPOConfig, role: RoleConfig, name: str, processes: int, row: int) -> tuple[int, int]:
+def tokens_of(config: PPOConfig, role: RoleConfig, name: str, processes: int, row: int) -> tuple[int, int]:
     """Compute (tokens of a rank's micro-batch, micro-batches of a mini-batch or step), at full lengths."""
     parallel = role.mesh(processes).data_parallel
     prompts = role.mini_batch_prompts if name == "update" else config.data.train_batch_size
@@ -311,12 +316,12 @@ def _tokens(config: PPOConfig, role: RoleConfig, name: str, processes: int, row:
     return -(-count // role.mesh(processes).parts_of_row), -(-rows * row // count)
 
 
-def _model(role: RoleConfig, shape: memory.Shape, machine: Machine, processes: int) -> Model:
+def model_of(role: RoleConfig, shape: memory.Shape, machine: Machine, processes: int) -> Model:
     model, fsdp, optim = role.model, role.fsdp, role.optim
-    lora, master = optim is not None and model.lora_rank > 0, _SIZES[fsdp.model_dtype]
+    lora, master = optim is not None and model.lora_rank > 0, SIZES[fsdp.model_dtype]
     recompute: Any = str(model.recompute_granularity) if model.enable_gradient_checkpointing else "none"
     path = memory.Path(
-        c=_SIZES[resolve_dtype(fsdp.dtype, "cpu" if machine.on_cpu else "cuda")],
+        c=SIZES[resolve_dtype(fsdp.dtype, "cpu" if machine.on_cpu else "cuda")],
         recompute=recompute,
         on_cpu=machine.on_cpu,
         lean_norms=model.use_remove_padding and (model.use_liger or (machine.on_cpu and model.use_lean_ops)),
@@ -324,6 +329,7 @@ def _model(role: RoleConfig, shape: memory.Shape, machine: Machine, processes: i
         lora=lora,
         context=role.context,
     )
+    mesh, shape = role.mesh(processes), shape.stage(fsdp.pipeline_parallel_size)
     trained = 0 if optim is None else shape.lora_weights(model.lora_rank) if lora else shape.all_weights
     state = 0.0 if optim is None else _STATES.get(str(optim.optimizer))
     if optim is not None and str(optim.optimizer) == "muon":  # one average of a layer's weights, two of the root's
@@ -333,7 +339,7 @@ def _model(role: RoleConfig, shape: memory.Shape, machine: Machine, processes: i
         shape=shape,
         path=path,
         fsdp=fsdp,
-        shards=role.mesh(processes).copy,
+        shards=mesh.copy // mesh.pipe,
         master=master,
         trained=trained,
         state=2.0 * master if state is None else state,
@@ -343,7 +349,7 @@ def _model(role: RoleConfig, shape: memory.Shape, machine: Machine, processes: i
 
 
 def _rollout_bytes(config: PPOConfig, machine: Machine) -> int:
-    return _SIZES[resolve_dtype(config.actor_rollout_ref.rollout.dtype, "cpu" if machine.on_cpu else "cuda")]
+    return SIZES[resolve_dtype(config.actor_rollout_ref.rollout.dtype, "cpu" if machine.on_cpu else "cuda")]
 
 
 def _sleeps(config: PPOConfig, machine: Machine) -> bool:

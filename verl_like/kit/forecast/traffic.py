@@ -1,0 +1,56 @@
+"""Bytes that one rank sends in an update of the actor, by axis of the mesh: formulas, from the models' shapes.
+
+Of rings and exchanges between n ranks each sends (n - 1) / n of what all have in the end. Weights and activations
+travel in the precision of the passes, gradients in that of their reduction. What copies of the model (`fsdp_size`),
+Ulysses and context parallelism send is not counted.
+"""
+
+from __future__ import annotations
+
+from verl_like.config import PPOConfig
+from verl_like.config.roles import ACTOR, RoleConfig, roles_of
+from verl_like.kit.forecast.memory import SIZES, Machine, model_of, tokens_of
+from verl_like.models.memory import Shape
+
+
+def update_bytes(config: PPOConfig, shape: Shape, machine: Machine, chosen: int = 0) -> dict[str, float]:
+    """Compute the bytes that a rank in the middle of its axes sends in one update, by axis that has several ranks.
+
+    Args:
+        config: the run, at rows of full lengths.
+        shape: the actor's.
+        machine: number of ranks.
+        chosen: experts that a token visits in each layer.
+    """
+    role, row = roles_of(config)[ACTOR], config.data.max_prompt_length + config.data.max_response_length
+    tokens, count = tokens_of(config, role, "update", machine.world, row)
+    return by_axis(role, shape, machine, tokens, count, chosen)
+
+
+def by_axis(
+    role: RoleConfig, shape: Shape, machine: Machine, tokens: int, count: int, chosen: int = 0
+) -> dict[str, float]:
+    """Compute `update_bytes` of `count` micro-batches, of each of which a rank has `tokens`."""
+    mesh, model = role.mesh(machine.world), model_of(role, shape, machine, machine.world)
+    stage, c, reduced = model.shape, model.path.c, SIZES[role.fsdp.mixed_precision.reduce_dtype]
+    again = model.path.recompute == "full"  # what a layer receives comes again before its backward pass
+    hidden = float(c * tokens * stage.hidden)
+    experts = min(stage.expert_weights, stage.layer_weights) * stage.layers
+    others = stage.all_weights - stage.root_weights - experts
+    gathers = 2 if role.fsdp.reshard_after_forward else 1
+    root, layers = (n * c + reduced for n in (1, gathers))
+    weights = (root * stage.root_weights + layers * others / mesh.tensor) * _share(model.shards // mesh.tensor)
+    weights += layers * experts / mesh.expert * _share(model.shards // mesh.expert)
+    found = {"shard": weights * count} if weights else {}
+    if mesh.expert > 1:  # to the experts and back, and their gradients
+        found["expert"] = count * (4 + 2 * again) * stage.layers * chosen * hidden * _share(mesh.expert)
+    if mesh.tensor > 1:  # attention and MLP each gather tokens and scatter sums; no last sum again; then the head
+        times = (8 + 3 * again) * stage.layers + 2
+        found["tensor"] = count * times * mesh.tensor * hidden * _share(mesh.tensor)
+    if mesh.pipe > 1:  # on to the next stage, gradients to the one before
+        found["pipe"] = count * (2 if mesh.pipe > 2 else 1) * hidden
+    return found
+
+
+def _share(ranks: int) -> float:
+    return (ranks - 1) / ranks
