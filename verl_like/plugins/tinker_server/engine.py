@@ -213,6 +213,9 @@ class _Trained(FSDPEngine):
         a_rH, b_Vr = torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs], 1)
         return a_rH, b_Vr, torch.cat(scale_Nr, 1).to(self.device)
 
+    def _owners(self, rows: Sequences) -> Tensor | None:
+        return rows.owner_B if isinstance(rows, _Pass) else None
+
     def _model_input(self, rows: Sequences | None, *, notes_routes: bool = False) -> ModelInput:
         """Make the input, and say whose each of its tokens is where several adapters act."""
         inputs = super()._model_input(rows, notes_routes=notes_routes)

@@ -294,8 +294,9 @@ class Service:
                 await self._work.wait()
                 continue
             self._running = {job.request for job in jobs}
-            for job in jobs:
-                self.store.change("UPDATE requests SET tries = tries + 1 WHERE id = ?", job.request)
+            with self.store.together():
+                for job in jobs:
+                    self.store.change("UPDATE requests SET tries = tries + 1 WHERE id = ?", job.request)
             await self._take(jobs)
             self._running = set()
 
