@@ -29,7 +29,7 @@ from verl_like.models.lora_experts import stacks_of
 
 OPTIMIZER, SPEC = "optimizer.safetensors", "spec.json"  # beside the two files of the peft library
 _MLP = frozenset({"mlp", "feed_forward", "ffn", "block_sparse_moe", "moe", "shared_expert", "shared_experts"})
-_MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # of torch's AdamW
+_MOMENTS = ("exp_avg", "exp_avg_sq")  # of torch's AdamW
 Runs = list[tuple[int, int, int]]  # number of an adapter, first row and the row behind the last
 _UNCALLED = "dt_proj"  # of Mamba: its mixer multiplies by the matrix itself
 
@@ -219,6 +219,7 @@ class Adapter:
             name: (a.requires_grad_(trained), b.requires_grad_(trained)) for name, (a, b) in sorted(pairs.items())
         }
         self.gradients: list[Tensor] | None = None
+        self._written: Path | None = None  # folder that has these weights
         self.optimizer = torch.optim.AdamW(self.parameters(), lr=0.0, foreach=True) if trained else None
 
     @classmethod
@@ -279,6 +280,7 @@ class Adapter:
             group["weight_decay"] = params["weight_decay"]
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
+        self._written = None
         self.optimizer.step()
         self.drop_pass()
         self.gradients = None
@@ -289,25 +291,35 @@ class Adapter:
         partial = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        named = {name: tensor.detach().cpu().contiguous() for name, tensor in self._named().items()}
-        save_file(named, partial / WEIGHTS, {"format": "pt"})
+        if not self._link(partial):
+            named = {name: tensor.detach().cpu().contiguous() for name, tensor in self._named().items()}
+            save_file(named, partial / WEIGHTS, {"format": "pt"})
         config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "lora_dropout": 0.0}
         config |= {"r": self.spec.rank, "lora_alpha": self.alpha, "target_modules": list(self.pairs), "bias": "none"}
         (partial / SPEC).write_text(json.dumps(asdict(self.spec)) + "\n", encoding="utf-8")
         (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if optimizer and self.optimizer is not None:
-            names = {id(parameter): name for name, parameter in self._named().items()}
-            states = {
-                f"{names[id(parameter)]}.{moment}": state[moment].cpu().clone()
-                for parameter, state in self.optimizer.state.items()
-                for moment in _MOMENTS
-            }
-            save_file(states, partial / OPTIMIZER, {"format": "pt"})
+            found = [self.optimizer.state[parameter] for parameter in self.parameters() if self.optimizer.state]
+            states = {m: torch.cat([each[m].flatten() for each in found]).cpu() for m in _MOMENTS if found}
+            states |= {"step": found[0]["step"].cpu()} if found else {}
+            save_file(
+                states, partial / OPTIMIZER, {"format": "pt"}
+            )  # three tensors: hundreds take longer than the disk
         for file in partial.iterdir():
             with open(file, "rb") as opened:
                 os.fsync(opened.fileno())
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
+        self._written = folder
+
+    def _link(self, partial: Path) -> bool:
+        """Take the file of these same weights from where they were written before; False where there is none."""
+        try:
+            if self._written is not None:
+                os.link(self._written / WEIGHTS, partial / WEIGHTS)
+        except OSError:  # it is gone, or the file system has no links
+            return False
+        return self._written is not None
 
     @classmethod
     def load(cls, folder: Path, device: torch.device, *, optimizer: bool, trained: bool = True) -> Adapter:
@@ -324,10 +336,13 @@ class Adapter:
             if not (folder / OPTIMIZER).exists():
                 raise ValueError("this checkpoint holds no optimizer state; load it with optimizer=False")
             assert adapter.optimizer is not None
-            states = load_file(folder / OPTIMIZER)
-            for name, parameter in adapter._named().items():
-                if f"{name}.step" in states:
-                    found = {moment: states[f"{name}.{moment}"] for moment in _MOMENTS}
-                    on_device = {moment: t if moment == "step" else t.to(device) for moment, t in found.items()}
-                    adapter.optimizer.state[parameter] = on_device
+            states, parameters = load_file(folder / OPTIMIZER), adapter.parameters()
+            if states.keys() - {*_MOMENTS, "step"}:
+                raise ValueError("this optimizer state was written by an earlier server; load it with optimizer=False")
+            for moment in _MOMENTS if states else ():
+                parts = states[moment].to(device).split([each.numel() for each in parameters])
+                for parameter, part in zip(parameters, parts, strict=True):
+                    adapter.optimizer.state[parameter][moment] = part.view_as(parameter).clone()
+            for parameter in parameters if states else ():
+                adapter.optimizer.state[parameter]["step"] = states["step"].clone()
         return adapter
