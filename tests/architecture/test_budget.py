@@ -14,7 +14,7 @@ import pytest
 
 from tests.architecture.source import Source, package_sources, parse
 
-MOST_LINES = {"core": 35_865, "plugins": 16_060, "kit": 11_770}  # of code, by ring
+MOST_LINES = {"core": 35_865, "plugins": 16_030, "kit": 11_770}  # of code, by ring
 MOST_SMALL_FILES = {
     "core": 34,
     "plugins": 38,
