@@ -270,7 +270,11 @@ class FSDPEngine(ShardedModel):
         if not self.packed:
             return packing.pad(rows, wanted_T, device, vision=self._vision)
         options = {"share_prompts": self.shares_prompts, "notes_routes": notes_routes}
-        return packing.pack(rows, wanted_T, device, vision=self._vision, **options)
+        return packing.pack(rows, wanted_T, device, vision=self._vision, owner_B=self._owners(rows), **options)
+
+    def _owners(self, _: Sequences) -> Tensor | None:
+        """Number the rows that are to be neighbours in a packed input; None: any may be."""
+        return None
 
     def _check_want(self, want: frozenset[str]) -> None:
         compares = self.kind == "policy" and (self._references or self._adapters is not None)

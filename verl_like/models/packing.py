@@ -168,6 +168,7 @@ def pack(
     share_prompts: bool = False,
     vision: VisionProcessor | None = None,
     notes_routes: bool = False,
+    owner_B: Tensor | None = None,
 ) -> ModelInput:
     """Concatenate the rows.
 
@@ -178,10 +179,13 @@ def pack(
         share_prompts: keep once what several rows begin with (prefix_tree.py).
         vision: image processor of a vision-language model.
         notes_routes: for `ModelInput.routes_of_rows`.
+        owner_B: rows of equal numbers are neighbours, in the order of these, and only among themselves by length.
     """
     _check_prompts(batch)
     length_B = (batch.num_tokens_B() - 1).clamp(min=1)
     order = torch.sort(length_B, stable=True).indices
+    if owner_B is not None:
+        order = order[torch.sort(owner_B[order], stable=True).indices]
     rows, length_S, prompt_S = batch.select(order), length_B[order], batch.prompt_length_B[order]
     holder_S, left_out_S = range(len(rows)), torch.zeros_like(length_S)  # tokens at the start that another row holds
     if share_prompts:

@@ -108,6 +108,16 @@ def test_shared_prompt_by_hand() -> None:
     assert read_at == [[2, 4, 5], [2, 0, 0], [2, 3, 0], [1, 0, 0]]
 
 
+def test_rows_of_one_owner_are_neighbours() -> None:
+    rows = three_rows_of_one_prompt()
+    wanted, owner_B = packing.response_positions(rows, sampled_only=True), torch.tensor([1, 0, 1, 0])
+    x = packing.pack(rows, wanted, CPU, owner_B=owner_B)
+    assert x.input_ids.tolist() == [[1, 2, 1, 2, 3, 1, 2, 3, 8, 1, 2, 3, 4, 5]]  # rows 3 and 1, then 2 and 0
+    assert torch.equal(x.unpack(x.targets_N), rows.response_ids_T.long())
+    other = packing.pack(rows, wanted, CPU, owner_B=1 - owner_B)
+    assert other.input_ids.tolist() == [[1, 2, 3, 8, 1, 2, 3, 4, 5, 1, 2, 1, 2, 3]]
+
+
 def test_equal_prompts_stay_apart_without_sharing() -> None:
     rows = three_rows_of_one_prompt()
     x = packing.pack(rows, packing.response_positions(rows, sampled_only=True), CPU)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -21,6 +21,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from verl_like.config.serve import ServeConfig
 from verl_like.plugins.tinker_server.adapters import AdapterSpec
 from verl_like.plugins.tinker_server.engine import Answer, Prompt, Result, Work
+from verl_like.plugins.tinker_server.fair import ONE_OF_A_MODEL
 from verl_like.plugins.tinker_server.prompts import Limits
 from verl_like.plugins.tinker_server.server import application
 from verl_like.plugins.tinker_server.service import Service
@@ -39,7 +40,9 @@ LIMITS = Limits(
     serve=ServeConfig(max_lora_rank=8, checkpoint_freq=2, max_queued=50, max_models=9),
     shared={},
 )
-SHARED = {"forward": 1000, "forward_backward": 1000, "sample": 1000}  # Limits.shared where tenants share passes
+SHARED = dict.fromkeys(
+    ("forward", "forward_backward", "sample", *ONE_OF_A_MODEL), 1000
+)  # Limits.shared where tenants share passes
 LORA = {"rank": 4, "seed": 3, "train_mlp": True, "train_attn": True, "train_unembed": True}
 Key = str
 
@@ -89,11 +92,16 @@ class FakeEngines:
         self.models[model] = (mixed(saved["weights"]) if not optimizer else saved["weights"], "")
         return AdapterSpec(rank=4, seed=0)
 
-    def save(self, model: str, folder: Path, *, optimizer: bool) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+    def saver(self, model: str, folder: Path, *, optimizer: bool) -> Callable[[], None]:
         self._done("save", True)
-        (folder / "weights.json").write_text(json.dumps({"weights": self.models[model][0]}))
-        self._done("save", False)
+        weights = json.dumps({"weights": self.models[model][0]})
+
+        def save() -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "weights.json").write_text(weights)
+            self._done("save", False)
+
+        return save
 
     def drop(self, model: str) -> None:
         self.models.pop(model, None)

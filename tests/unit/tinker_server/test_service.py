@@ -193,6 +193,37 @@ def test_requests_that_ended_a_server_are_computed_alone(tmp_path: Path) -> None
     run(go())
 
 
+def test_a_step_whose_file_fails_fails_alone(tmp_path: Path) -> None:
+    """Steps that wait are taken together, each once; the one without a file is undone, and its model goes on."""
+
+    async def go() -> None:
+        async with running(tmp_path, keys=KEYS, shared=SHARED, checkpoint_freq=1) as server:
+            tenants = [await Tenant(server, key).begin() for key in KEYS.values()]
+            before, saver = tenants[1].weights()[0], server.engines.saver
+
+            def full() -> None:
+                raise OSError("No space left on device")
+
+            def broken(model: str, folder: Path, *, optimizer: bool) -> Any:
+                return full if model == tenants[1].model else saver(model, folder, optimizer=optimizer)
+
+            server.engines.saver = broken
+            held = threading.Event()
+            server.thread.submit(held.wait)
+            await tenants[0].call(*tenants[0].body_of("forward", 1))  # behind which the others meet
+            futures = [await each.call(*each.body_of(act, 1)) for each in tenants for act in ("pass", "step")]
+            held.set()
+            told = [await tenants[i // 2].result(future) for i, future in enumerate(futures)]
+            assert "metrics" in told[1] and "No space left" in told[3]["error"]
+            assert server.engines.calls.count("step") == 2 and server.engines.shared == [1, 2]
+            assert told[1] == await tenants[0].result(futures[1]), "it is written down"
+            server.engines.saver = saver
+            await tenants[1].act("forward", 1)
+            assert tenants[1].weights() == (before, "")
+
+    run(go())
+
+
 def test_models_that_are_many_leave_memory_and_come_back(tmp_path: Path) -> None:
     async def go() -> None:
         async with running(tmp_path, max_models=2) as server:

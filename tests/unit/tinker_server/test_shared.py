@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
+from verl_like.models.adapter_config import WEIGHTS
 from verl_like.plugins.tinker_server.adapters import AdapterSpec
 from verl_like.plugins.tinker_server.engine import Engines, Prompt, Row, Work
 from verl_like.plugins.tinker_server.losses import LOSSES
 from verl_like.rollout.rollout_engine import SamplingParams
 from verl_like.trainer.compose import compose
 
+NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
 STEP = {"learning_rate": 0.05, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0, "grad_clip_norm": 0.0}
 SPECS = {
     "ann": AdapterSpec(rank=4, seed=1),
@@ -108,7 +112,7 @@ def test_numbers_that_are_not_finite_stay_with_their_model(engines: Engines) -> 
 def test_samples_of_several_models_share_a_batch(engines: Engines, tmp_path: Path) -> None:
     """More samples than places, answers of different lengths, one request cancelled before: tokens as alone."""
     for name in SPECS:
-        engines.save(name, tmp_path / name, optimizer=False)
+        engines.saver(name, tmp_path / name, optimizer=False)()
     folders = [tmp_path / "ann", None, tmp_path / "bob", tmp_path / "eve", tmp_path / "ann"]
 
     def prompt(i: int) -> Prompt:
@@ -126,3 +130,20 @@ def test_samples_of_several_models_share_a_batch(engines: Engines, tmp_path: Pat
     other = engines.sample([("base", None, prompt(0))])[0]
     assert alone[0] is not None and other is not None
     assert alone[0].samples[0][1].tolist() != other.samples[0][1].tolist(), "adapters make a difference"
+
+
+def test_states_come_back_and_snapshots_take_their_weights(engines: Engines, tmp_path: Path) -> None:
+    """A loaded model takes the same next step; weights that did not change are one file, others are not."""
+    state, snapshot, later = tmp_path / "state", tmp_path / "snapshot", tmp_path / "later"
+    engines.saver("bob", state, optimizer=True)()
+    engines.saver("bob", snapshot, optimizer=False)()
+    assert (state / WEIGHTS).samefile(snapshot / WEIGHTS)
+    engines.load("copy", state, optimizer=True)
+    for name in ("bob", "copy"):
+        engines.forward_backward([replace(work("bob"), model=name)], backward=True, seed=1)
+        engines.optim_step(name, STEP)
+    for mine, other in zip(engines.models["copy"].parameters(), engines.models["bob"].parameters(), strict=True):
+        assert torch.equal(mine, other)
+    engines.saver("bob", later, optimizer=False)()
+    assert not torch.equal(*(load_file(each / WEIGHTS)[NAME] for each in (snapshot, later)))
+    engines.drop("copy")

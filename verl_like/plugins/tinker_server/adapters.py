@@ -29,7 +29,8 @@ from verl_like.models.lora_experts import stacks_of
 
 OPTIMIZER, SPEC = "optimizer.safetensors", "spec.json"  # beside the two files of the peft library
 _MLP = frozenset({"mlp", "feed_forward", "ffn", "block_sparse_moe", "moe", "shared_expert", "shared_experts"})
-_MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # of torch's AdamW
+_MOMENTS = ("exp_avg", "exp_avg_sq")  # of torch's AdamW
+Runs = list[tuple[int, int, int]]  # number of an adapter, first row and the row behind the last
 _UNCALLED = "dt_proj"  # of Mamba: its mixer multiplies by the matrix itself
 
 
@@ -53,9 +54,11 @@ class Places:
 
     def __init__(self, hf: PreTrainedModel, *, head: bool) -> None:
         self._active: Sequence[Adapter | None] = ()
-        self._owner_R = self._order_R = self._back_R = torch.zeros(0, dtype=torch.int64)
-        self._counts: list[int] = []
-        self._joined: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+        self._place_R = self._row_S = torch.zeros(0, dtype=torch.int64)  # slots: as many of each adapter
+        self._in_place = False  # rows are those of the slots
+        self._runs: Runs = []
+        self._samples = head
+        self._joined: dict[str, tuple[Tensor, Tensor]] = {}
         self._is_moe = bool(stacks_of(hf)[0])
         output = hf.get_output_embeddings()
         tower = {part for name, part in hf.named_modules() if "visual" in name.split(".") or "vision" in name}
@@ -99,14 +102,21 @@ class Places:
             self._active, self._joined = (), {}
 
     def arrange(self, owner_R: Tensor, device: torch.device) -> None:
-        """Say of each row of the next inputs which of the active adapters is its own, int64.
+        """Say of each row of the next inputs whose it is of the active adapters, int64. Few, long runs are fast.
 
         Rows are the flattened tokens of a packed input, or the sequences of a padded one.
         """
+        counts_O = torch.bincount(owner_R, minlength=len(self._active))
         order_R = torch.argsort(owner_R, stable=True)
-        self._counts = torch.bincount(owner_R, minlength=len(self._active)).tolist()
-        self._owner_R, self._order_R = owner_R.to(device), order_R.to(device)
-        self._back_R = torch.argsort(order_R).to(device)
+        sorted_R, number_R = owner_R[order_R], torch.arange(len(owner_R))
+        slot_R = sorted_R * int(counts_O.max()) + number_R - (counts_O.cumsum(0) - counts_O)[sorted_R]
+        slots = torch.zeros(len(counts_O) * int(counts_O.max()), dtype=torch.int64)
+        self._place_R = torch.empty_like(order_R).index_copy(0, order_R, slot_R).to(device)
+        self._row_S = slots.index_copy(0, slot_R, order_R).to(device)
+        self._in_place = len(slots) == len(owner_R) and bool((order_R == number_R).all())
+        owners, counts = torch.unique_consecutive(owner_R, return_counts=True)
+        ends = counts.cumsum(0)
+        self._runs = [*zip(owners.tolist(), (ends - counts).tolist(), ends.tolist(), strict=True)]
 
     def _hook(self, name: str) -> Callable[[nn.Module, Any, Tensor], Tensor | None]:
         def add(_: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor | None:
@@ -114,29 +124,79 @@ class Places:
                 return None
             if len(self._active) == 1:
                 return output + _change(self._active[0], name, inputs[0], output)
-            rows = inputs[0].reshape(len(self._order_R), -1, inputs[0].shape[-1])
-            if not torch.is_grad_enabled():  # little to compute: few calls count
+            rows = inputs[0].reshape(-1, inputs[0].shape[-1])
+            length = len(rows) // len(self._place_R)
+            if self._samples and length == 1:  # little to compute: few calls count
                 return output + self._joint_change(name, rows).view_as(output)
-            parts = zip(self._active, rows.index_select(0, self._order_R).split(self._counts), strict=True)
-            changes = torch.cat([_change(adapter, name, part, output) for adapter, part in parts])
-            return output + changes.index_select(0, self._back_R).view_as(output)
+            found = {i: each for i, each in enumerate(self._active) if each is not None and name in each.pairs}
+            number = {i: place for place, i in enumerate(found)}
+            runs = [(number[i], start * length, end * length) for i, start, end in self._runs if i in found]
+            scales = [each.scale for each in found.values()]
+            pairs = [part for each in found.values() for part in each.pairs[name]]
+            return _Changed.apply(output, inputs[0], runs, scales, *pairs)
 
         return add
 
     def _joint_change(self, name: str, rows: Tensor) -> Tensor:
-        """Multiply by the matrices of all adapters at once, between which each row keeps what is its own's.
-
-        They must be finite: 0 times infinity is no number.
-        """
+        """Multiply the rows of each adapter by its matrices, all in two batched products."""
         if name not in self._joined:
-            found = [(i, each) for i, each in enumerate(self._active) if each is not None and name in each.pairs]
-            a_rI = torch.cat([each.pairs[name][0] for _, each in found]).to(rows.dtype)
-            b_Or = torch.cat([each.pairs[name][1] * each.scale for _, each in found], 1).to(rows.dtype)
-            owner_r = torch.cat([self._owner_R.new_full((each.spec.rank,), i) for i, each in found])
-            self._joined[name] = a_rI, b_Or, owner_r
-        a_rI, b_Or, owner_r = self._joined[name]
-        low = functional.linear(rows, a_rI)
-        return functional.linear(low.where(self._owner_R[:, None, None] == owner_r, 0), b_Or)
+            self._joined[name] = _stacked(self._active, name, rows)
+        a_OIr, b_Orv = self._joined[name]
+        own = rows if self._in_place else rows.index_select(0, self._row_S)
+        changes = (own.view(len(a_OIr), -1, rows.shape[-1]) @ a_OIr @ b_Orv).flatten(0, 1)
+        return changes if self._in_place else changes.index_select(0, self._place_R)
+
+
+def _stacked(adapters: Sequence[Adapter | None], name: str, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Stack the pairs of a layer, [adapter, in, r] and [adapter, r, out], zero behind an adapter's own rank."""
+    found = [None if each is None else each.pairs.get(name) for each in adapters]
+    rank = max(pair[0].shape[0] for pair in found if pair is not None)
+    inner, out = next((pair[0].shape[1], pair[1].shape[0]) for pair in found if pair is not None)
+    a_OIr, b_Orv = rows.new_zeros(len(found), inner, rank), rows.new_zeros(len(found), rank, out)
+    for i, (adapter, pair) in enumerate(zip(adapters, found, strict=True)):
+        if adapter is not None and pair is not None:
+            a_OIr[i, :, : adapter.spec.rank] = pair[0].t()
+            b_Orv[i, : adapter.spec.rank] = pair[1].t() * adapter.scale
+    return a_OIr, b_Orv
+
+
+class _Changed(torch.autograd.Function):
+    """Output of a layer with the changes of several adapters, each on runs of rows of its own.
+
+    Products read and write the runs where they are: plain operations would copy each of them several times.
+    """
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, output: Tensor, inputs: Tensor, runs: Runs, scales: list[float], *pairs: Tensor
+    ) -> Tensor:
+        rows, changed = inputs.reshape(-1, inputs.shape[-1]), output.clone(memory_format=torch.contiguous_format)
+        parts, lows = changed.view(-1, output.shape[-1]), list[Tensor]()
+        for i, start, end in runs:
+            a_rI, b_Or = (part.to(rows.dtype) for part in pairs[2 * i : 2 * i + 2])
+            lows.append(rows[start:end] @ a_rI.t())
+            parts[start:end] += (lows[-1] @ b_Or.t()).mul_(scales[i])  # rounded as by _change
+        ctx.runs, ctx.scales = runs, scales
+        ctx.save_for_backward(inputs, *pairs, *lows)
+        return changed
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        inputs, *rest = ctx.saved_tensors
+        pairs, lows = rest[: 2 * len(ctx.scales)], rest[2 * len(ctx.scales) :]
+        rows, parts = inputs.reshape(-1, inputs.shape[-1]), grad.reshape(-1, grad.shape[-1])
+        grads: list[Tensor | None] = [None] * len(pairs)
+        grad_RI = torch.zeros_like(rows) if ctx.needs_input_grad[1] else None
+        for (i, start, end), low in zip(ctx.runs, lows, strict=True):
+            a_rI, b_Or = (part.to(rows.dtype) for part in pairs[2 * i : 2 * i + 2])
+            grad_low = parts[start:end] @ b_Or * ctx.scales[i]
+            new = grad_low.t() @ rows[start:end], parts[start:end].t() @ (low * ctx.scales[i])
+            for place, part in zip((2 * i, 2 * i + 1), new, strict=True):
+                old = grads[place]
+                grads[place] = part if old is None else old.add_(part)
+            if grad_RI is not None:
+                torch.mm(grad_low, a_rI, out=grad_RI[start:end])
+        return grad, None if grad_RI is None else grad_RI.view_as(inputs), None, None, *grads
 
 
 def _change(adapter: Adapter | None, name: str, inputs: Tensor, output: Tensor) -> Tensor:
@@ -159,6 +219,7 @@ class Adapter:
             name: (a.requires_grad_(trained), b.requires_grad_(trained)) for name, (a, b) in sorted(pairs.items())
         }
         self.gradients: list[Tensor] | None = None
+        self._written: Path | None = None  # folder that has these weights
         self.optimizer = torch.optim.AdamW(self.parameters(), lr=0.0, foreach=True) if trained else None
 
     @classmethod
@@ -192,8 +253,9 @@ class Adapter:
 
     def is_finite(self) -> bool:
         """Return True where the gradients of this pass are numbers; of an adapter that is not trained, its weights."""
-        parts = self.parameters() if self.optimizer is None else [p.grad for p in self.parameters()]
-        return all(part is None or bool(part.isfinite().all()) for part in parts)
+        parts = [p if self.optimizer is None else p.grad for p in self.parameters()]
+        norms = torch._foreach_norm([part for part in parts if part is not None])
+        return not norms or bool(torch.stack([*norms]).isfinite().all())  # one answer to wait for
 
     def drop_pass(self) -> None:
         """Forget the gradients of a pass that broke off."""
@@ -218,6 +280,7 @@ class Adapter:
             group["weight_decay"] = params["weight_decay"]
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
+        self._written = None
         self.optimizer.step()
         self.drop_pass()
         self.gradients = None
@@ -228,25 +291,35 @@ class Adapter:
         partial = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        named = {name: tensor.detach().cpu().contiguous() for name, tensor in self._named().items()}
-        save_file(named, partial / WEIGHTS, {"format": "pt"})
+        if not self._link(partial):
+            named = {name: tensor.detach().cpu().contiguous() for name, tensor in self._named().items()}
+            save_file(named, partial / WEIGHTS, {"format": "pt"})
         config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "lora_dropout": 0.0}
         config |= {"r": self.spec.rank, "lora_alpha": self.alpha, "target_modules": list(self.pairs), "bias": "none"}
         (partial / SPEC).write_text(json.dumps(asdict(self.spec)) + "\n", encoding="utf-8")
         (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if optimizer and self.optimizer is not None:
-            names = {id(parameter): name for name, parameter in self._named().items()}
-            states = {
-                f"{names[id(parameter)]}.{moment}": state[moment].cpu().clone()
-                for parameter, state in self.optimizer.state.items()
-                for moment in _MOMENTS
-            }
-            save_file(states, partial / OPTIMIZER, {"format": "pt"})
+            found = [self.optimizer.state[parameter] for parameter in self.parameters() if self.optimizer.state]
+            states = {m: torch.cat([each[m].flatten() for each in found]).cpu() for m in _MOMENTS if found}
+            states |= {"step": found[0]["step"].cpu()} if found else {}
+            save_file(
+                states, partial / OPTIMIZER, {"format": "pt"}
+            )  # three tensors: hundreds take longer than the disk
         for file in partial.iterdir():
             with open(file, "rb") as opened:
                 os.fsync(opened.fileno())
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
+        self._written = folder
+
+    def _link(self, partial: Path) -> bool:
+        """Take the file of these same weights from where they were written before; False where there is none."""
+        try:
+            if self._written is not None:
+                os.link(self._written / WEIGHTS, partial / WEIGHTS)
+        except OSError:  # it is gone, or the file system has no links
+            return False
+        return self._written is not None
 
     @classmethod
     def load(cls, folder: Path, device: torch.device, *, optimizer: bool, trained: bool = True) -> Adapter:
@@ -263,10 +336,13 @@ class Adapter:
             if not (folder / OPTIMIZER).exists():
                 raise ValueError("this checkpoint holds no optimizer state; load it with optimizer=False")
             assert adapter.optimizer is not None
-            states = load_file(folder / OPTIMIZER)
-            for name, parameter in adapter._named().items():
-                if f"{name}.step" in states:
-                    found = {moment: states[f"{name}.{moment}"] for moment in _MOMENTS}
-                    on_device = {moment: t if moment == "step" else t.to(device) for moment, t in found.items()}
-                    adapter.optimizer.state[parameter] = on_device
+            states, parameters = load_file(folder / OPTIMIZER), adapter.parameters()
+            if states.keys() - {*_MOMENTS, "step"}:
+                raise ValueError("this optimizer state was written by an earlier server; load it with optimizer=False")
+            for moment in _MOMENTS if states else ():
+                parts = states[moment].to(device).split([each.numel() for each in parameters])
+                for parameter, part in zip(parameters, parts, strict=True):
+                    adapter.optimizer.state[parameter][moment] = part.view_as(parameter).clone()
+            for parameter in parameters if states else ():
+                adapter.optimizer.state[parameter]["step"] = states["step"].clone()
         return adapter

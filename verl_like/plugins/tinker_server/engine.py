@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -213,6 +214,9 @@ class _Trained(FSDPEngine):
         a_rH, b_Vr = torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs], 1)
         return a_rH, b_Vr, torch.cat(scale_Nr, 1).to(self.device)
 
+    def _owners(self, rows: Sequences) -> Tensor | None:
+        return rows.owner_B if isinstance(rows, _Pass) else None
+
     def _model_input(self, rows: Sequences | None, *, notes_routes: bool = False) -> ModelInput:
         """Make the input, and say whose each of its tokens is where several adapters act."""
         inputs = super()._model_input(rows, notes_routes=notes_routes)
@@ -325,9 +329,12 @@ class Engines:
         self.models[model] = new
         return new.spec
 
-    def save(self, model: str, folder: Path, *, optimizer: bool) -> None:
-        """Write a model's adapter, and the states of its optimizer."""
-        self.models[model].save(folder, self._base, optimizer=optimizer)
+    def saver(self, model: str, folder: Path, *, optimizer: bool) -> Callable[[], None]:
+        """Give what writes a model's adapter, and the states of its optimizer, in any thread.
+
+        The model stays as it is until that is done.
+        """
+        return partial(self.models[model].save, folder, self._base, optimizer=optimizer)
 
     def drop(self, model: str) -> None:
         """Forget a model that is in memory."""

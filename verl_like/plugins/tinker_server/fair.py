@@ -7,6 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+ONE_OF_A_MODEL = frozenset(
+    {"optim_step", "save_weights", "save_weights_for_sampler"}
+)  # what follows waits for its files
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
@@ -79,6 +83,8 @@ class FairQueue:
         self._now = self._had[first.tenant] - first.cost
 
         def fits(job: Job) -> bool:
+            if job.kind in ONE_OF_A_MODEL and any(job.model == each.model for each in taken):
+                return False
             return job.kind == first.kind and not job.alone and job.cost + sum(each.cost for each in taken) <= most
 
         while (more := self._take(fits)) is not None:

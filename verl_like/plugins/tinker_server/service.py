@@ -22,7 +22,7 @@ from verl_like.plugins.tinker_server import bodies, wire
 from verl_like.plugins.tinker_server.adapters import AdapterSpec
 from verl_like.plugins.tinker_server.catalogue import Catalogue
 from verl_like.plugins.tinker_server.engine import Engines, Prompt, Work
-from verl_like.plugins.tinker_server.fair import FairQueue, Job
+from verl_like.plugins.tinker_server.fair import ONE_OF_A_MODEL, FairQueue, Job
 from verl_like.plugins.tinker_server.prompts import Limits, prompt_of
 from verl_like.plugins.tinker_server.store import Record, Store
 from verl_like.plugins.tinker_server.wire import Refused
@@ -56,6 +56,7 @@ class Service:
         self._recent: dict[str, None] = {}  # models that may be in memory, the one that was used last at the end
         self._gaps: dict[tuple[str, int], float] = {}  # models and numbers that others wait for, and since when
         self._thread = thread
+        self._files: dict[str, list[asyncio.Future[None]]] = {}  # that are written, by request
         self._work, self._running = asyncio.Event(), set[str]()
         self.tasks: list[asyncio.Task[None]] = []
 
@@ -294,33 +295,54 @@ class Service:
                 await self._work.wait()
                 continue
             self._running = {job.request for job in jobs}
-            for job in jobs:
-                self.store.change("UPDATE requests SET tries = tries + 1 WHERE id = ?", job.request)
+            with self.store.together():
+                for job in jobs:
+                    self.store.change("UPDATE requests SET tries = tries + 1 WHERE id = ?", job.request)
             await self._take(jobs)
             self._running = set()
 
     async def _take(self, jobs: list[Job]) -> None:
-        """Compute jobs, together where they are several, or each by itself where that fails."""
-        results = None
+        """Compute jobs: passes and samples together, or each by itself where that fails; others one by one.
+
+        Their files are written side by side, and what came of them in one transaction.
+        """
+        results: Results = []
+        for part in [[job] for job in jobs] if jobs[0].kind in ONE_OF_A_MODEL else [jobs]:
+            try:
+                results += await self._computed(part)
+            except RolloutError:
+                raise  # the sampling engine is dead: only another start heals that
+            except Exception as error:
+                await self._failed(part, error)
+        whole: Results = []
+        for result in results:
+            try:
+                await asyncio.gather(*self._files.pop(result[0].request, ()))
+                whole.append(result)
+            except Exception as error:
+                await self._failed([result[0]], error)
         try:
-            results = await self._computed(jobs)
-            self._write(results)
-        except RolloutError:
-            raise  # the sampling engine is dead: only another start heals that
+            self._write(whole)
         except Exception as error:
-            if len(jobs) > 1 and results is None:
-                log.info("%d requests are computed one by one: %s", len(jobs), error)
-                for job in jobs:
-                    await self._take([job])
-                return
-            refused = isinstance(error, ValueError)
-            if not refused:
-                log.error("requests failed: %s", ", ".join(job.request for job in jobs), exc_info=error)
-            text = str(error) if refused else f"{type(error).__name__}: {error}"
+            for job, _, _ in whole:
+                await self._failed([job], error)
+
+    async def _failed(self, jobs: list[Job], error: Exception) -> None:
+        """Compute jobs one by one that failed together; fail one that was alone."""
+        if len(jobs) > 1:
+            log.info("%d requests are computed one by one: %s", len(jobs), error)
             for job in jobs:
-                if not isinstance(error, Refused):
-                    await self._forget(job)
-                await self._fail(job, text, "user" if refused else "server")
+                await self._take([job])
+            return
+        job, refused = jobs[0], isinstance(error, ValueError)
+        await asyncio.gather(*self._files.pop(job.request, ()), return_exceptions=True)
+        if not refused:
+            log.error("request failed: %s", job.request, exc_info=error)
+        if not isinstance(error, Refused):
+            await self._forget(job)
+        await self._fail(
+            job, str(error) if refused else f"{type(error).__name__}: {error}", "user" if refused else "server"
+        )
 
     async def _forget(self, job: Job) -> None:
         """Drop a model that a failed request may have changed: the next one builds it again from what is written."""
@@ -446,9 +468,14 @@ class Service:
     async def _state(self, job: Job, model: str) -> Change:
         """Write the model's state; that it is the one to begin with is left to the transaction."""
         folder = self._folder("states", job)
-        await self._call(self.engines.save, model, folder, optimizer=True)
+        await self._save_to(folder, job, model, optimizer=True)
         self._steps[model] = 0
         return partial(self.store.keep_state, model, job.seq, folder)
+
+    async def _save_to(self, folder: Path, job: Job, model: str, *, optimizer: bool) -> None:
+        """Begin to write a model; before the request is done, that is."""
+        write = await self._call(self.engines.saver, model, folder, optimizer=optimizer)
+        self._files.setdefault(job.request, []).append(asyncio.ensure_future(asyncio.to_thread(write)))
 
     def _folder(self, kind: str, job: Job) -> Path:
         return self.store.folder / kind / (job.model or "").replace(":", "_") / str(job.seq)
@@ -474,27 +501,28 @@ class Service:
         if path is None and number is None:
             raise Refused("path or sampling_session_seq_id must be given")
         folder = self._folder("saved", job)
-        await self._call(self.engines.save, model, folder, optimizer=training)
         answer: Record = {"type": job.kind, "path": path}
         if path is None:
             sampler = f"{job.session}:sample:{number}"
             old = self.store.row("SELECT folder FROM samplers WHERE id = ?", sampler)
             if old is not None and old["folder"] != str(folder):
                 raise Refused(f"sampling_session_seq_id={number} was used before, for other weights")
+            await self._save_to(folder, job, model, optimizer=False)
             row = {"id": sampler, "tenant": job.tenant, "session": job.session, "folder": str(folder)}
             change: Change = partial(self.store.add, "samplers", replace=True, **row)
             return _json({**answer, "sampling_session_id": sampler}), [change]
         now, kind = time.time(), "training" if training else "sampler"
-        size = sum(file.stat().st_size for file in folder.iterdir())
+        await self._save_to(folder, job, model, optimizer=training)
         expires = None if asked.ttl_seconds is None else now + asked.ttl_seconds
-        row = {"path": path, "tenant": job.tenant, "model": model, "kind": kind, "folder": str(folder), "bytes": size}
+        row = {"path": path, "tenant": job.tenant, "model": model, "kind": kind, "folder": str(folder)}
         told = {"user_metadata": asked.user_metadata}
         return _json(answer), [partial(self._new_checkpoint, **row, created=now, expires=expires, told=told)]
 
     def _new_checkpoint(self, **row: Any) -> str | None:
         """Write a checkpoint down; return the folder of one that it takes the place of."""
         old = self.store.row("SELECT folder FROM checkpoints WHERE path = ?", row["path"])
-        self.store.add("checkpoints", replace=True, **row)
+        size = sum(file.stat().st_size for file in Path(row["folder"]).iterdir())
+        self.store.add("checkpoints", replace=True, **row, bytes=size)
         return None if old is None or old["folder"] == row["folder"] else old["folder"]
 
     # --- sampling ----------------------------------------------------------------------------------------------------

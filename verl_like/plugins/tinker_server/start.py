@@ -23,6 +23,7 @@ from verl_like.config.errors import ConfigError, input_errors, problems_of, rais
 from verl_like.models.families import refuse_vision
 from verl_like.observe.logs import setup_driver_logging
 from verl_like.plugins.tinker_server.engine import Engines
+from verl_like.plugins.tinker_server.fair import ONE_OF_A_MODEL
 from verl_like.plugins.tinker_server.prompts import Limits
 from verl_like.plugins.tinker_server.server import application
 from verl_like.plugins.tinker_server.service import Service
@@ -189,12 +190,15 @@ async def _serve(config: PPOConfig, facts: ServeFacts, folder: Path, run_id: str
 
 
 def _shared(config: PPOConfig, longest: int) -> dict[str, int]:
-    """Tokens of a pass that requests share, by kind: a micro-batch to train on, all places of the sampling engine."""
+    """Tokens of a pass that requests share, by kind: a micro-batch to train on, all places of the sampling engine.
+
+    Steps and saves share no numbers, only the wait for the disk.
+    """
     if config.serve.isolation == "exact":
         return {}
     policy = config.actor_rollout_ref
     training = dict.fromkeys(("forward", "forward_backward"), policy.actor.ppo_max_token_len_per_gpu)
-    return training | {"sample": policy.rollout.max_num_seqs * longest}
+    return training | dict.fromkeys(ONE_OF_A_MODEL, 2**20) | {"sample": policy.rollout.max_num_seqs * longest}
 
 
 def limits_of(config: PPOConfig, facts: ServeFacts) -> Limits:
