@@ -106,11 +106,10 @@ def least_bytes(engine: FSDPEngine, micro_batches: int, tokens: float, elsewhere
     tokens: computed ones, divided by the ranks that have the same rows.
     elsewhere: pairs of a token and an expert that another rank holds.
     """
-    sizes, config = engine.sharding.mesh.sizes, engine.hf_config
-    width = engine.compute_dtype.itemsize
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    keys, queries = config.num_key_value_heads * head, config.num_attention_heads * head
-    through = 2 * width * tokens * config.num_hidden_layers  # once forth in each layer, and its gradient back
+    sizes, hf, width = engine.sharding.mesh.sizes, engine.hf_config, engine.compute_dtype.itemsize
+    queries = hf.hidden_size  # heads of hidden / heads, as all shapes here have
+    keys = queries * hf.num_key_value_heads // hf.num_attention_heads
+    through = 2 * width * tokens * hf.num_hidden_layers  # once forth in each layer, and its gradient back
     found = dict[str, float]()
     found["shard"], found["replicate"] = _least_of_weights(engine, micro_batches)
     # A token's queries, keys and values go to the owners of their heads, and its answers come back; 1 / n stay.
@@ -118,10 +117,10 @@ def least_bytes(engine: FSDPEngine, micro_batches: int, tokens: float, elsewhere
     # A token's keys and values go to every other rank, in a ring or a gather alike.
     found["context"] = through * 2 * keys * (sizes.context - 1)
     # Attention and the MLP begin with a gather of the tokens and end with a sum of parts, each of which keeps its own.
-    found["tensor"] = through * 4 * config.hidden_size * (sizes.tensor - 1)
+    found["tensor"] = through * 4 * hf.hidden_size * (sizes.tensor - 1)
     # A copy of the token for each chosen expert that lives elsewhere, there and back.
-    found["expert"] = 4 * width * elsewhere * config.hidden_size
-    found["pipe"] = 2 * width * tokens * config.hidden_size * (sizes.pipe - 1)  # over each border between stages
+    found["expert"] = 4 * width * elsewhere * hf.hidden_size
+    found["pipe"] = 2 * width * tokens * hf.hidden_size * (sizes.pipe - 1)  # over each border between stages
     return found
 
 
