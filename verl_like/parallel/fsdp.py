@@ -231,7 +231,8 @@ class Sharding:
         for p in self.parameters():
             if p.grad is not None:
                 kind = (self.mesh.split_of(p), self.mesh.sharded_over(p))
-                norm = torch.linalg.vector_norm(local_tensor(p.grad), dtype=torch.float32)
+                wide = torch.promote_types(p.grad.dtype, torch.float32)
+                norm = torch.linalg.vector_norm(local_tensor(p.grad), dtype=wide)
                 squares[kinds.index(kind)] += norm.double().square().to(self._device)
         for index, (axis, shards) in enumerate(kinds):
             dist.all_reduce(squares[index], group=shards.get_group("shard"))

@@ -49,7 +49,7 @@ class Pipe:
     ) -> None:
         self.group, self.size, self.rank, self.ends = ranks.group, ranks.size, ranks.rank, ends
         self.is_first, self.is_last = ranks.rank == 0, ranks.rank == ranks.size - 1
-        self._forth, self._back = forth, back
+        self.forth, self.back = forth, back
         self._received: deque[Tensor | None] = deque()  # of micro-batches without their backward pass
         self._sent: list[tuple[Any, Tensor]] = []  # what must stay until it has left
 
@@ -58,7 +58,7 @@ class Pipe:
         hidden = None
         if not self.is_first:
             hidden = torch.empty(tuple(shape), dtype=dtype, device=device)
-            dist.recv(hidden, group=self._forth, group_src=self.rank - 1)
+            dist.recv(hidden, group=self.forth, group_src=self.rank - 1)
             hidden.requires_grad_(torch.is_grad_enabled())
         if torch.is_grad_enabled():
             self._received.append(hidden)
@@ -66,7 +66,7 @@ class Pipe:
 
     def send(self, hidden: Tensor) -> None:
         """Send a micro-batch's activations to the stage behind."""
-        self._send(hidden.detach(), self._forth, self.rank + 1)
+        self._send(hidden.detach(), self.forth, self.rank + 1)
 
     def backward(self, output: Tensor, loss_backward: Callable[[], None]) -> None:
         """Run the backward pass of the oldest micro-batch that had none: from the loss, or from the stage behind.
@@ -78,11 +78,11 @@ class Pipe:
             loss_backward()
         else:
             gradient = torch.empty_like(output)
-            dist.recv(gradient, group=self._back, group_src=self.rank + 1)
+            dist.recv(gradient, group=self.back, group_src=self.rank + 1)
             output.backward(gradient)
         if received is not None:
             assert received.grad is not None
-            self._send(received.grad, self._back, self.rank - 1)
+            self._send(received.grad, self.back, self.rank - 1)
 
     def finish(self) -> None:
         """Wait until all that was sent has left."""

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen3_5TextConfig
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen3_5TextConfig, Qwen3MoeConfig
 
 from verl_like.batch import Experience, pad_rows
 from verl_like.kit.bench.shapes import ModelShape, Workload
@@ -57,7 +57,7 @@ def write_model(folder: Path, shape: ModelShape, max_length: int, seed: int) -> 
     model.save_pretrained(folder)
 
 
-def model_config(shape: ModelShape, max_length: int) -> Qwen2Config | Qwen3_5TextConfig:
+def model_config(shape: ModelShape, max_length: int) -> Qwen2Config | Qwen3_5TextConfig | Qwen3MoeConfig:
     """The Hugging Face config of a shape. Saved alone it is a model that starts from random weights."""
     head_size, hybrid = shape.hidden_size // shape.num_heads, shape.delta_layers > 0
     kinds = [*["linear_attention"] * shape.delta_layers, "full_attention"]
@@ -67,10 +67,14 @@ def model_config(shape: ModelShape, max_length: int) -> Qwen2Config | Qwen3_5Tex
         **{f"linear_num_{name}_heads": shape.num_heads for name in ("key", "value")},
         **{f"linear_{name}_head_dim": head_size for name in ("key", "value")},
     }
-    make: Any = Qwen3_5TextConfig if hybrid else Qwen2Config
+    make, name = (Qwen3_5TextConfig, "Qwen3_5") if hybrid else (Qwen2Config, "Qwen2")
+    if shape.num_experts:
+        make, name = Qwen3MoeConfig, "Qwen3Moe"
+        more = {"head_dim": head_size, "num_experts": shape.num_experts, "num_experts_per_tok": 2}
+        more["moe_intermediate_size"] = shape.intermediate_size
     return make(
-        architectures=["Qwen3_5ForCausalLM" if hybrid else "Qwen2ForCausalLM"],  # SGLang goes by it
-        **more if hybrid else {},
+        architectures=[f"{name}ForCausalLM"],  # SGLang goes by it
+        **more if hybrid or shape.num_experts else {},
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,

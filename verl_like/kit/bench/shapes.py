@@ -13,7 +13,8 @@ class BenchError(Exception):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """A Qwen2 model by its sizes (vocabulary and tied embeddings: those of most). Weights are random: speed does not
-    depend on them. delta_layers: gated delta rules in front of each layer of attention, which make it a Qwen3.5."""
+    depend on them. delta_layers: gated delta rules in front of each layer of attention, which make it a Qwen3.5.
+    num_experts: of each layer, two for each token, which make it a Qwen3-MoE."""
 
     hidden_size: int
     num_layers: int
@@ -23,6 +24,7 @@ class ModelShape:
     vocab_size: int = 151_936
     tied_embeddings: bool = True
     delta_layers: int = 0
+    num_experts: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

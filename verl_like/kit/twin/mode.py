@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -79,10 +79,10 @@ class Twin(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
             return func(*args, **kwargs)  # DTensor asks what shape an operator would give: nothing runs
-        leaves = _leaves([*args, *kwargs.values()])
+        leaves = leaves_of([*args, *kwargs.values()])
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if func.namespace in ("c10d", "_c10d_functional") and tensors:
-            self._note_collective(func, leaves, tensors)
+        if tensors and (group := group_of(func, leaves)) is not None:
+            self._note_collective(func, group, tensors)
         fakes = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
         if fakes or any(isinstance(leaf, torch.device) and leaf.type == "cuda" for leaf in leaves):
             return self._on_device(func, args, kwargs, tensors, fakes)
@@ -111,7 +111,7 @@ class Twin(TorchDispatchMode):
         self._count_flops(func, args, kwargs, result)
         if uploads and on_host and on_host[0].dtype == torch.int32:
             result.on_host = on_host[0]  # bounds of sequences, for the formula of attention
-        self._hold(leaf for leaf in _leaves([result]) if isinstance(leaf, FakeTensor))
+        self._hold(leaf for leaf in leaves_of([result]) if isinstance(leaf, FakeTensor))
         return result
 
     def _count_flops(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -144,21 +144,29 @@ class Twin(TorchDispatchMode):
         if storage._cdata in self._live:
             self._set(storage._cdata, storage.size())
 
-    def _note_collective(self, func: Any, leaves: list[Any], tensors: list[Tensor]) -> None:
-        groups = [
-            dist.ProcessGroup.unbox(leaf)
-            for leaf in leaves
-            if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type())
-        ]
-        groups += [_resolve_process_group(leaf) for leaf in leaves[-1:] if isinstance(leaf, str)]  # pyright: ignore
-        if not groups:  # waits, and wrappers of what is waited for
-            return
-        ranks = tuple(dist.get_process_group_ranks(groups[0]))
+    def _note_collective(self, func: Any, group: dist.ProcessGroup, tensors: list[Tensor]) -> None:
+        ranks = tuple(dist.get_process_group_ranks(group))
         size = max(tensor.nbytes for tensor in tensors)
         size *= len(ranks) if func.namespace == "_c10d_functional" and "gather" in str(func) else 1
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         about = (func._schema.name, ranks, shapes, str(tensors[0].dtype), tensors[0].device.type)
         self.counts.collectives.append(Collective(*about, place=place(sys._getframe(1)), nbytes=size))
+
+
+def group_of(func: Any, leaves: Sequence[Any]) -> dist.ProcessGroup | None:
+    """Find the ranks that an operator exchanges messages with; None for any other, waits among them.
+
+    leaves: its arguments, and those in lists.
+    """
+    if func.namespace not in ("c10d", "_c10d_functional"):
+        return None
+    groups = [
+        dist.ProcessGroup.unbox(leaf)
+        for leaf in leaves
+        if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type())
+    ]
+    groups += [_resolve_process_group(leaf) for leaf in leaves[-1:] if isinstance(leaf, str)]  # pyright: ignore
+    return groups[0] if groups else None
 
 
 def _resizing(twin: Twin, own: Any) -> Any:
@@ -174,11 +182,11 @@ def _add(counts: dict[str, int], name: str, number: int) -> None:
     counts[name] = counts.get(name, 0) + number
 
 
-def _leaves(values: Iterable[Any]) -> list[Any]:
+def leaves_of(values: Iterable[Any]) -> list[Any]:
     """Yield the values, and those in lists among them; operators have no other containers."""
     found: list[Any] = []
     for value in values:
-        found += _leaves(value) if isinstance(value, list | tuple) else [value]
+        found += leaves_of(value) if isinstance(value, list | tuple) else [value]
     return found
 
 

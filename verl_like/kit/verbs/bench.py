@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("driver", "driver", "the driver's own work of a step, without models", driver, files)
     add("learn", "learn", "time to an accuracy: GRPO, distillation, SFT from one start", learn, files, overrides)
     add("packing", "packing", "how full micro-batches are", packing, files)
+    add("mesh", "mesh", "bytes, bubbles and drops of every axis of the mesh, by the least", mesh, files)
     every = (shape, phase, engine, series, overrides)
     add("all", "everything", "all of these for one model and workload, one table", *every)
 
@@ -207,6 +208,13 @@ def memory(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", help="some of the cases")
     parser.add_argument("--budget", type=positive, default=1024, help="tokens of a micro-batch")
     parser.add_argument("--threads", type=positive, default=None, help="threads of a rank (default: all cores)")
+
+
+def mesh(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose the meshes."""
+    parser.add_argument("--ranks", type=int, choices=(2, 4), default=2, help="processes (2)")
+    parser.add_argument("--only", nargs="+", metavar="MESH", help="some of the meshes")
+    parser.add_argument("--threads", type=positive, default=None, help="threads of a rank (default: cores / ranks)")
 
 
 def series(parser: argparse.ArgumentParser) -> None:

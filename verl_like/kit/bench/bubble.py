@@ -1,0 +1,87 @@
+"""The share of a pipeline's time in which stages wait: by the formula, by the slots of its order, and as measured."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from torch import nn
+
+from verl_like.engine.fsdp import FSDPEngine
+from verl_like.parallel.pipeline import Absent, Pipe, order_of
+
+PASS_S = 0.2  # least time of a stage's forward pass; a backward pass takes twice as long
+
+
+def bubble(stages: int, count: int) -> float:
+    """The least share for `count` equal micro-batches, of GPipe and 1F1B alike.
+
+    A stage works at all of them; the first waits for the last one's first pass to come back, the last for its first
+    to arrive: (stages - 1) passes of (count + stages - 1). Sources: Huang et al., GPipe (arXiv 1811.06965), section
+    2.3; Narayanan et al., Megatron-LM (arXiv 2104.04473), section 2.2.
+    """
+    return (stages - 1) / (count + stages - 1)
+
+
+def idle_slots(schedule: str, stages: int, count: int) -> float:
+    """Share of a pipeline's time in which stages wait, by its order: forward passes take a slot, backward ones two."""
+    orders = [deque(order_of(schedule, stage, stages, count)) for stage in range(stages)]
+    ends, clock = dict[tuple[int, bool, int], int](), [0] * stages
+    while any(orders):
+        before = len(ends)
+        for stage, order in enumerate(orders):
+            while order:
+                is_backward, i = order[0]
+                source = stage + 1 if is_backward else stage - 1
+                if 0 <= source < stages and (source, is_backward, i) not in ends:
+                    break
+                clock[stage] = max(clock[stage], ends.get((source, is_backward, i), 0)) + 1 + is_backward
+                ends[stage, is_backward, i] = clock[stage]
+                order.popleft()
+        assert len(ends) > before, f"{schedule}: each of {stages} stages waits for another"
+    return 1 - 3 * count / max(clock)
+
+
+def timed_passes(engine: FSDPEngine, pipe: Pipe, update: Callable[[], object]) -> tuple[float, float, float]:
+    """Run an update whose passes sleep, so that all stages' take the same time, and the cores' load does not count.
+
+    Returns when this stage's first pass began and its last one ended, and the seconds of waiting for others between.
+    """
+    begins, waits, ends = list[float](), list[float](), list[float]()
+    receive, backward = dist.recv, pipe.backward
+
+    def asleep(layer: nn.Module, inputs: Any, output: Any) -> None:
+        begins.append(time.perf_counter())
+        time.sleep(PASS_S)
+        output.register_hook(lambda _: time.sleep(2 * PASS_S))
+
+    def waiting(*args: Any, **kwargs: Any) -> None:
+        since = time.perf_counter()
+        receive(*args, **kwargs)
+        waits.append(time.perf_counter() - since if begins else 0.0)
+
+    def ending(*args: Any) -> None:
+        backward(*args)
+        ends.append(time.perf_counter())
+
+    layers = [part for name, part in engine.model.named_modules() if re.search(r"\.layers\.\d+$", name)]
+    hook = next(layer for layer in layers if not isinstance(layer, Absent)).register_forward_hook(asleep)
+    with mock.patch.object(dist, "recv", waiting), mock.patch.object(pipe, "backward", ending):
+        dist.barrier()
+        update()
+    hook.remove()
+    return begins[0], ends[-1], sum(waits)
+
+
+def idle_share(stages: Sequence[tuple[float, float, float]]) -> float:
+    """Share of all stages' time, from the first one's begin to the last one's end, that is outside of passes.
+
+    stages: of each, what `timed_passes` returned.
+    """
+    span = max(end for _, end, _ in stages) - min(begin for begin, _, _ in stages)
+    return 1 - sum(end - begin - waited for begin, end, waited in stages) / (span * len(stages))
