@@ -56,6 +56,27 @@ OPERATIONS = [
 ]
 SERVED_AND_QUANTISED = [
     Mutation(
+        "samples come from the adapters of before the step",
+        "plugins/tinker_server/adapters.py",
+        "self._active, self._joined = (), {}",
+        "self._active = ()",
+        "tinker_server/test_adapters.py",
+    ),
+    Mutation(
+        "rows of three tenants come back in the order of their owners",
+        "plugins/tinker_server/adapters.py",
+        "self._back_R = torch.argsort(order_R).to(device)",
+        "self._back_R = order_R.to(device)",
+        "tinker_server/test_adapters.py",
+    ),
+    Mutation(
+        "a client's weight decay is not taken",
+        "plugins/tinker_server/adapters.py",
+        'group["weight_decay"] = params["weight_decay"]',
+        'group["weight_decay"] = 0.0',
+        "tinker_server/test_adapters.py",
+    ),
+    Mutation(
         "a reward model's server may be gone",
         "rewards/grading.py",
         "            if self._check is not None and not self._quiet:\n                self._check()\n",
@@ -343,6 +364,13 @@ ENGINE_AND_ROLLOUT = [
         "lambda turn: np.ones(len(turn.sampled)), _observed, torch.bool",
         "episodes/test_rows.py",
     ),
+    Mutation(
+        "layers with a window forget what exact parity has to keep",
+        "rollout/hf_cache.py",
+        "(DynamicLayer, DynamicSlidingWindowLayer) if whole else (DynamicLayer,)",
+        "(DynamicLayer,)",
+        "rollout/test_hf_cache.py",
+    ),
 ]
 DATA_AND_REWARDS = [
     Mutation(
@@ -587,6 +615,13 @@ MESH = [
         "parallel/fsdp.py",
         "            sum_in_place(shared, self._stage.pipe.ends, self._device)",
         "            pass",
+        "engine/test_pipeline_parallel.py",
+    ),
+    Mutation(
+        "a gradient goes back into the newest micro-batch",
+        "parallel/pipeline.py",
+        "self._received.popleft()",
+        "self._received.pop()",
         "engine/test_pipeline_parallel.py",
     ),
     Mutation(

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import MistralConfig
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from verl_like.rollout.hf_cache import GrowingLayer, attend
+from verl_like.rollout.hf_cache import GrowingLayer, attend, new_cache
 
 HEADS, SIZE = 2, 3
 
@@ -129,3 +130,12 @@ def test_attention_is_that_of_transformers(
     found, weights = attend(module, query, key, value, mask, **given)
     assert weights is None and found.shape == (3, tokens, heads, value_size)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_a_window_hides_is_kept_where_it_is_asked_for(whole: bool) -> None:
+    """trainer.parity=exact counts blocks of keys from the beginning of the sequence."""
+    cache = new_cache(MistralConfig(num_hidden_layers=1, sliding_window=4), whole=whole)
+    for keys, values in torch.randn(9, 2, 1, HEADS, 1, SIZE):
+        cache.update(keys, values, 0)
+    assert cache.layers[0].keys.shape[2] == (9 if whole else 3)

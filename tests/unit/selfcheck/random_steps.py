@@ -57,46 +57,76 @@ AXES: tuple[tuple[str, ...], ...] = (
         f"{_ACTOR}.fsdp_config.expert_parallel_size=2",
     ),
 )
-_COMMON = (
-    "data.train_files=x.parquet data.train_batch_size=8 data.max_prompt_length=24 data.max_response_length=24 "
-    "critic.ppo_mini_batch_size=4"
+# What landed last: number i has entry i of these (family, keys), so that some numbers in a row have them all.
+_ROUTES = f"{_POLICY}.rollout.enable_rollout_routing_replay"
+_STAGES = f"{_ACTOR}.fsdp_config.pipeline_parallel_size=2"
+LATE: tuple[tuple[str, str], ...] = (
+    ("tiny", _STAGES),
+    (
+        "tiny",
+        f"{_STAGES} {_ACTOR}.fsdp_config.pipeline_schedule=gpipe critic.model.fsdp_config.pipeline_parallel_size=2",
+    ),
+    ("qwen3_moe", _STAGES),
+    ("tiny", f"{_ACTOR}.fsdp_config.context_parallel_size=2 critic.model.fsdp_config.context_parallel_size=2"),
+    ("qwen3_moe", f"{_ACTOR}.fsdp_config.context_parallel_size=2"),
+    ("qwen3_moe", f"{_ACTOR}.fsdp_config.tensor_parallel_size=2"),
+    ("tiny", f"{_ACTOR}.fsdp_config.tensor_parallel_size=2 critic.model.fsdp_config.tensor_parallel_size=2"),
+    ("qwen3_moe", f"{_ACTOR}.fsdp_config.expert_parallel_size=2"),
+    ("qwen3_moe", f"{_ACTOR}.fsdp_config.expert_parallel_size=2 {_ACTOR}.router_replay.mode=R2"),
+    ("qwen3_moe", f"{_ACTOR}.router_replay.mode=R3 {_ROUTES}=True {_POLICY}.rollout.name=hf"),
+    ("tiny", f"trainer.parity=exact {_POLICY}.rollout.name=hf"),
+    ("tiny", f"trainer.parity=exact {_POLICY}.rollout.name=hf {_ACTOR}.use_dynamic_bsz=True"),
+    ("tiny", f"{_POLICY}.rollout.name=auto {_ACTOR}.use_dynamic_bsz=True {_POLICY}.rollout.n=4"),
+    ("tiny", f"trainer.mode=colocate_async {_POLICY}.rollout.name=hf"),
+    ("qwen3_moe", f"{_ACTOR}.fsdp_config.tensor_parallel_size=2 {_ACTOR}.fsdp_config.expert_parallel_size=2"),
+    ("", f"trainer.mode=colocate_async {_POLICY}.rollout.name=auto {_ACTOR}.ulysses_sequence_parallel_size=2"),
 )
+_COMMON = (
+    "trainer.prove_step=True data.train_files=x.parquet data.train_batch_size=8 data.max_prompt_length=24 "
+    "data.max_response_length=24 critic.ppo_mini_batch_size=4"
+)
+
+
+def ranks_of(number: int) -> int:
+    """Ranks that the last entry of a number needs."""
+    return 2 if "parallel_size=2" in LATE[number % len(LATE)][1] else 1
 
 
 def drawn(number: int, tiny: Path, folder: Path, ranks: int) -> tuple[PPOConfig, str]:
     """Draw until the configuration is legal; return it and the keys that were drawn. Needs a mesh of `ranks`."""
-    chance = random.Random(number)
+    chance, (late, keys_of_late) = random.Random(number), LATE[number % len(LATE)]
     while True:
-        family, keys = chance.choice(FAMILIES), [chance.choice(axis) for axis in AXES]
+        family, keys = late or chance.choice(FAMILIES) or "tiny", [chance.choice(axis) for axis in AXES]
         model = tiny
-        if family:
+        if family != "tiny":
             model = Path(zoo.folder(folder / f"{number}-{family}", family))
             load_tokenizer(str(tiny)).save_pretrained(model)
-        words = " ".join(keys).split()
-        meshes = "parallel_size=2" in keys[-1]
-        own = [f"{_POLICY}.model.path={model}", f"critic.model.path={model}", "trainer.n_gpus_per_node=2"]
-        if meshes > (ranks > 1):
+        words = [*" ".join(keys).split(), *keys_of_late.split()]
+        meshes = any("parallel_size=2" in word for word in words)
+        alone = f"{_POLICY}.rollout.n=1" in words and not keys[0].endswith(("gae", "reinforce_plus_plus"))
+        own = [f"{_POLICY}.model.path={model}", f"critic.model.path={model}", f"trainer.n_gpus_per_node={ranks}"]
+        if meshes > (ranks > 1) or alone:  # without a group, there would be no gradient
             continue
         try:
-            return compose([*_COMMON.split(), *own, *words]), " ".join([family or "tiny", *words])
+            return compose([*_COMMON.split(), *own, *words]), " ".join([family, *words])
         except ConfigError:
             continue
 
 
-def main(first: int, last: int, ranks: int = 1) -> None:
-    """Prove one configuration after the other; exit status 1 where one differs."""
+def main(first: int, last: int, ranks: int = 0) -> None:
+    """Prove one configuration after the other, each on as many ranks as it needs; exit status 1 for an alarm."""
     alarms = 0
     with tempfile.TemporaryDirectory() as folder:
         tiny = Path(write_tiny_model(Path(folder) / "tiny"))
         for number in range(first, last):
-            config, keys = drawn(number, tiny, Path(folder), ranks)
+            size = ranks or ranks_of(number)
+            config, keys = drawn(number, tiny, Path(folder), size)
             begun = time.monotonic()
-            findings, notes = prove_step(config, ranks=ranks)
+            findings, notes = prove_step(config, ranks=size)
             sound = all(each.passed for each in findings)
             alarms += not sound
-            print(
-                f"{number} {'ok' if sound else 'DIFFERENT'} {time.monotonic() - begun:.0f} s {keys} {notes}", flush=True
-            )
+            told = f"{'ok' if sound else 'DIFFERENT'} {len(findings)} lines, {time.monotonic() - begun:.0f} s"
+            print(f"{number} {told} {keys} {notes}", flush=True)
             if not sound:
                 print(table(findings), flush=True)
     sys.exit(alarms > 0)

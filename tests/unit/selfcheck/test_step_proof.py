@@ -17,6 +17,7 @@ from verl_like.algorithms.objectives import PolicyObjective
 from verl_like.cluster.worker_group import WorkerError
 from verl_like.config import PPOConfig
 from verl_like.engine import export, optim, sharded_model
+from verl_like.engine.fsdp import FSDPEngine
 from verl_like.kit.selfcheck.plain_adapters import with_noise
 from verl_like.kit.selfcheck.plain_step import PlainRecord
 from verl_like.kit.selfcheck.real_step import real_steps, small
@@ -24,10 +25,10 @@ from verl_like.kit.selfcheck.report import Finding, table
 from verl_like.kit.selfcheck.step_proof import compared, plain_step, prove_step, schedules
 from verl_like.kit.selfcheck.tiny import CHARACTERS, write_tiny_model
 from verl_like.kit.selfcheck.work import comparable
-from verl_like.models import families, lora, vision
+from verl_like.models import exact, families, lora, vision
 from verl_like.models.loading import load_tokenizer
 from verl_like.models.token_layout import TokenLayout
-from verl_like.trainer import roles
+from verl_like.trainer import ppo, roles
 from verl_like.trainer.compose import compose
 from verl_like.workers import roles as worker_roles
 
@@ -355,6 +356,33 @@ CREDIT: dict[str, tuple[list[str], Plant, str]] = {
         ["algorithm.adv_estimator=grpo"],
         around(roles, "cut_minibatches", lambda own, *given, **how: [p for p in own(*given, **how) if len(p) > 4]),
         "step 1: actor: optimizer steps",
+    ),
+    "the critic is cut by the actor's rules": (
+        ["algorithm.adv_estimator=gae", "critic.ppo_epochs=2"],
+        around(
+            ppo.PPOTrainer, "update_rules", lambda own, trainer, _: own(trainer, trainer.config.actor_rollout_ref.actor)
+        ),
+        "step 1: critic: optimizer steps",
+    ),
+    "the coefficient of the penalty stays": (
+        ["algorithm.adv_estimator=grpo", *KL, "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=100"],
+        around(ppo, "make_experience", lambda own, *given, **named: own(*given, **named | {"kl_coef": 0.5})),
+        "step 2: advantages",
+    ),
+    "a schedule that stands still": (
+        ["algorithm.adv_estimator=grpo"],
+        around(FSDPEngine, "advance_schedule", lambda own, engine: None),
+        "step 2: actor: mini-batch 1: learning rate",
+    ),
+    "the reference at temperature 1": (
+        ["algorithm.adv_estimator=grpo", f"{ACTOR}.use_kl_loss=True"],
+        around(worker_roles.ReferenceRole, "__init__", without_temperature),
+        "step 1: ref log-probs",
+    ),
+    "exact layers leave out their bias": (
+        ["algorithm.adv_estimator=grpo", "trainer.parity=exact", f"{ROLLOUT}.name=hf"],
+        around(exact, "linear", lambda own, x, weight, bias=None: own(x, weight)),
+        "step 1: actor: mini-batch 1: gradient norm",
     ),
     "a tensor too many in the export": (
         ["algorithm.adv_estimator=grpo"],

@@ -10,6 +10,7 @@ differences are rounding (around 1e-6) or errors.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import multiprocessing
 import tempfile
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from verl_like.algorithms.objectives import PolicyObjective, ValueObjective
 from verl_like.batch import Denominators, Experience, Metric
-from verl_like.cluster.environment import free_port
+from verl_like.cluster.environment import free_port, omp_threads
 from verl_like.config import OptimConfig, PPOConfig
 from verl_like.config.batch_plan import MicroBatchRule, two_policies
 from verl_like.config.roles import RoleConfig
@@ -83,6 +84,7 @@ class SelfCheck:
             findings, first = self.alone(process, work)
         finally:
             shutdown_distributed()
+        gc.collect()  # FSDP's modules refer to each other
         if ranks > 1:
             findings += self.in_processes(ranks, work, first)
         return findings, [*work.notes, *unchecked_routers(self.config)]
@@ -96,13 +98,15 @@ class SelfCheck:
         return with_rows_apart(comparable(self.config))
 
     def alone(self, process: ProcessInfo, work: Work) -> tuple[list[Finding], Measured]:
-        """All findings of one process, and the first way's gradient."""
+        """All findings of one process, and the first way's gradient. The yardstick's gradients are let go of."""
         engine = self.policy(process, work, packed=self.config.actor_rollout_ref.model.use_remove_padding)
         main, few = work.policy[0], _few(work.policy[0])
         first = self.measure(engine, main, main.shares[1][0])
         findings = self.against_plain(engine, main, first)
+        main.plain.gradient.clear()  # each is as large as the model
         for case in work.policy[1:]:
             findings += self.against_plain(engine, case, self.measure(engine, case, case.shares[1][0]))
+            case.plain.gradient.clear()
         cuts = self.cuts(engine, process, work, first)
         if engine.role.exact:
             findings.append(parity.finding(self.settings(), engine, work.vocab_size))
@@ -111,6 +115,7 @@ class SelfCheck:
             critic = self.critic(process)
             measured = self.measure(critic, work.critic, work.critic.shares[1][0], rule=few)
             findings += self.against_plain(critic, work.critic, measured)
+            work.critic.plain.gradient.clear()
         return findings + cuts, first
 
     def against_plain(self, engine: FSDPEngine, case: Case, found: Measured) -> list[Finding]:
@@ -140,12 +145,13 @@ class SelfCheck:
         name = f"{'packed' if other.packed else 'padded'} rows, {'full logits' if engine.packed else 'fused head'}"
         one_row = MicroBatchRule(max_sequences=1)
         ways = {
-            "micro-batches of a few rows": self.measure(engine, main, (whole, denominators), rule=few),
-            "micro-batches of one row": self.measure(engine, main, (whole, denominators), rule=one_row),
-            "rows in another order": self.measure(engine, main, (backwards, denominators), rule=few),
-            name: self.measure(other, main, (whole, denominators), rule=few),
+            "micro-batches of a few rows": (engine, whole, few),
+            "micro-batches of one row": (engine, whole, one_row),
+            "rows in another order": (engine, backwards, few),
+            name: (other, whole, few),
         }
-        return [Finding(name=n, difference=apart(first.gradient, found.gradient)) for n, found in ways.items()]
+        found = ((n, self.measure(who, main, (rows, denominators), rule=rule)) for n, (who, rows, rule) in ways.items())
+        return [Finding(name=n, difference=apart(first.gradient, each.gradient)) for n, each in found]
 
     def on_rank(self, process: ProcessInfo, work: Work, first: Measured) -> list[Finding]:
         """The main mini-batch shared out among ranks, against the first way on one process."""
@@ -154,15 +160,18 @@ class SelfCheck:
         mine = main.shares[process.world_size][process.rank]
         skewed = (whole.select(range(len(whole) if process.rank == 0 else 0)), denominators)
         packed = self.config.actor_rollout_ref.model.use_remove_padding
+        prefix, findings = f"{process.world_size} processes: ", list[Finding]()
+
+        def compare(name: str, engine: FSDPEngine, share: Share) -> None:
+            gap = apart(first.gradient, self.measure(engine, main, share, rule=few).gradient)
+            findings.append(Finding(name=prefix + name, difference=gap))
+
         engine = self.policy(process, work, packed=packed)
-        ways = {
-            "rows shared out": self.measure(engine, main, mine, rule=few),
-            "all rows on the first": self.measure(engine, main, skewed, rule=few),
-        }
-        once = self.policy(process, work, packed=packed, reduce_once=True)
-        ways["gradients reduced once"] = self.measure(once, main, mine, rule=few)
-        prefix = f"{process.world_size} processes: "
-        return [Finding(name=prefix + n, difference=apart(first.gradient, f.gradient)) for n, f in ways.items()]
+        compare("rows shared out", engine, mine)
+        compare("all rows on the first", engine, skewed)
+        engine = self.policy(process, work, packed=packed, reduce_once=True)
+        compare("gradients reduced once", engine, mine)
+        return findings
 
     def measure(self, engine: FSDPEngine, case: Case, share: Share, *, rule: MicroBatchRule | None = None) -> Measured:
         """Loss and gradient of this rank's rows, added up over the ranks; by default in one micro-batch."""
@@ -220,7 +229,8 @@ class SelfCheck:
         context = multiprocessing.get_context("spawn")
         device, port = "cuda" if torch.cuda.device_count() >= ranks else "cpu", free_port()
         with tempfile.TemporaryDirectory() as folder:
-            torch.save((work, first), Path(folder) / "work.pt")
+            torch.save(work, Path(folder) / "work.pt")
+            torch.save(first, Path(folder) / "first.pt")
             processes = [
                 context.Process(target=_rank_main, args=(self, rank, ranks, port, device, folder))
                 for rank in range(ranks)
@@ -239,13 +249,16 @@ class SelfCheck:
 
 
 def _few(case: Case) -> MicroBatchRule:
-    """Make the rule of a token budget that a few rows fit into."""
-    return MicroBatchRule(max_tokens=int(case.shares[1][0][0].num_tokens_B().max()) + 1)
+    """Make the rule of a token budget that a few rows fit into, for some four micro-batches."""
+    tokens_B = case.shares[1][0][0].num_tokens_B()
+    return MicroBatchRule(max_tokens=max(int(tokens_B.sum()) // 3, int(tokens_B.max()) + 1))
 
 
 def _rank_main(check: SelfCheck, rank: int, ranks: int, port: int, device: str, folder: str) -> None:
     process = init_distributed(rank, ranks, rank, ranks, "127.0.0.1", port, device)
-    work, first = torch.load(Path(folder) / "work.pt", weights_only=False)
+    torch.set_num_threads(omp_threads(ranks, device))
+    work = torch.load(Path(folder) / "work.pt", weights_only=False)
+    first = torch.load(Path(folder) / "first.pt", weights_only=False, mmap=True)  # the ranks share its memory
     findings = check.on_rank(process, work, first)
     if rank == 0:
         torch.save(findings, Path(folder) / "findings.pt")

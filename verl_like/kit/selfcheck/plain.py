@@ -6,6 +6,7 @@ import copy
 import inspect
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ class PlainModel:
     def answers(self, rows: Sequences, row: int, names: Iterable[str]) -> dict[str, Tensor]:
         """Compute some of log_probs, entropy, sum_pi_squared, full_kl, or values: [R] of the row's response.
 
-        They have a graph.
+        They have a graph; 0 where a token was not sampled, but for values.
         """
         prompt = rows.prompt_ids_BP[row, rows.prompt_ids_BP.shape[1] - int(rows.prompt_length_B[row]) :]
         response = rows.response_ids_BR[row, : int(rows.response_length_B[row])].long()
@@ -90,28 +91,39 @@ class PlainModel:
         seen: dict[str, Tensor] = {}
         if self.pictures is not None and rows.media is not None:
             seen = self.pictures.of(tokens, rows.media[row], self.dtype)
-        log_probs, found = self.distribution(self.hf, tokens, len(response), **seen), dict[str, Tensor]()
+        sampled = rows.response_mask_BR[row, : len(response)].nonzero()[:, 0]
+        places, targets = tokens.shape[1] - 1 - len(response) + sampled, response[sampled, None].to(self.device)
+        log_probs, values = self.distribution(self.hf, tokens, places, **seen), dict[str, Tensor]()
         if "log_probs" in names:
-            found["log_probs"] = log_probs.gather(1, response[:, None].to(self.device))[:, 0].cpu()
+            values["log_probs"] = log_probs.gather(1, targets)[:, 0]
         if "entropy" in names:
-            found["entropy"] = -(log_probs.exp() * log_probs).sum(dim=-1).cpu()
+            values["entropy"] = -(log_probs.exp() * log_probs).sum(dim=-1)
         if "sum_pi_squared" in names:
-            found["sum_pi_squared"] = (2 * log_probs).exp().sum(dim=-1).cpu()
+            values["sum_pi_squared"] = (2 * log_probs).exp().sum(dim=-1)
         if "full_kl" in names:
             with torch.no_grad():
-                other = self.distribution(self.reference, tokens, len(response), **seen)
-            found["full_kl"] = (log_probs.exp() * (log_probs - other)).sum(dim=-1).cpu()
-        return found
+                other = self.distribution(self.reference, tokens, places, **seen)
+            values["full_kl"] = (log_probs.exp() * (log_probs - other)).sum(dim=-1)
+        empty = torch.zeros(len(response), dtype=self.dtype)
+        return {name: empty.index_put((sampled,), value.cpu()) for name, value in values.items()}
 
-    def distribution(self, hf: Any, tokens: Tensor, size: int, **seen: Tensor) -> Tensor:
-        """Log-probs of all ids that the tokenizer knows, before each of the last `size` tokens: [size, V].
+    def distribution(self, hf: Any, tokens: Tensor, places: Tensor, **seen: Tensor) -> Tensor:
+        """Log-probs of all ids that the tokenizer knows, behind the tokens in these places: [size, V].
 
         seen: of images. A model that can computes no others.
         """
-        few = {"logits_to_keep": size + 1} if "logits_to_keep" in inspect.signature(hf.forward).parameters else {}
-        logits = hf(input_ids=tokens, use_cache=False, **few, **seen).logits
-        known = logits[0, -1 - size : -1, : self.vocab_size].to(self.dtype)
+        few = {"logits_to_keep": places} if "logits_to_keep" in inspect.signature(hf.forward).parameters else {}
+        logits = hf(input_ids=tokens, use_cache=False, **few, **seen).logits[0]
+        known = (logits if few else logits[places])[:, : self.vocab_size].to(self.dtype)
         return (known / self.temperature).log_softmax(dim=-1)
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Hold weights that were loaded, and not changed, in float32 inside, as they were."""
+        if self.adapters is None:
+            self.hf.to(torch.float32)
+        yield
+        self.hf.to(self.dtype)
 
     def column(self, rows: Sequences, name: str) -> Tensor:
         """One answer for all rows, [B, R], 0 where there is no response."""
@@ -273,10 +285,18 @@ def apart(reference: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     Infinite where one has a weight that the other lacks. Some gradients are zero by symmetry (the bias of attention
     keys): what rounding leaves there is no yardstick.
     """
-    if reference.keys() != other.keys() or not all(bool(tensor.isfinite().all()) for tensor in other.values()):
+    if reference.keys() != other.keys():
         return math.inf
-    floor = 1e-3 * max(float(tensor.abs().max()) for tensor in reference.values())
-    return max(
-        float((reference[name] - other[name]).abs().max()) / max(float(reference[name].abs().max()), floor)
-        for name in reference
-    )
+    sizes = {name: _largest(tensor) for name, tensor in reference.items()}
+    floor, worst = 1e-3 * max(sizes.values()), 0.0
+    for name, whole in reference.items():
+        gaps = [_largest(part - found) for part, found in pieces(whole, other[name])]
+        if not all(map(math.isfinite, gaps)):
+            return math.inf
+        worst = max(worst, max(gaps) / max(sizes[name], floor))
+    return worst
+
+
+def _largest(tensor: Tensor) -> float:
+    """Largest magnitude; no number where the tensor has none."""
+    return float(torch.stack(tensor.aminmax()).abs().max())

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from verl_like.algorithms.kl import KLController
 from verl_like.batch import Evaluated, Experience, Metric, Rollouts, Scores, merge_metrics, whole_episodes
 from verl_like.config import PPOConfig
-from verl_like.config.actor import RouterReplayConfig
-from verl_like.config.batch_plan import BatchPlan
+from verl_like.config.actor import OldLogProbs, RouterReplayConfig
+from verl_like.config.batch_plan import BatchPlan, sampler_is_trainer
 from verl_like.config.roles import needs_critic
-from verl_like.config.trainer import Parity
 from verl_like.models.loading import load_tokenizer
 from verl_like.trainer.costs import ModelCosts
 from verl_like.trainer.facts import resolve_world
@@ -91,6 +92,8 @@ def small(config: PPOConfig, ranks: int, folder: str) -> PPOConfig:
     critic = cut(critic)
     critic = dataclasses.replace(critic, **micro("forward"))
     actor = dataclasses.replace(cut(policy.actor), router_replay=RouterReplayConfig())
+    if sampler_is_trainer(config):  # not here, where the given rollouts have log-probs of their own
+        actor = dataclasses.replace(actor, old_log_probs=OldLogProbs.recompute)
     return dataclasses.replace(
         config,
         actor_rollout_ref=dataclasses.replace(policy, hybrid_engine=True, actor=actor, ref=ref, rollout=rollout),
@@ -104,7 +107,6 @@ def small(config: PPOConfig, ranks: int, folder: str) -> PPOConfig:
             n_gpus_per_node=ranks,
             launcher="ray" if ranks > 1 else "local",
             mode="sync",
-            parity=Parity.off,  # the given rollouts have log-probs of their own
             placement={},
             log_dir=folder,
             critic_warmup=0,
@@ -115,7 +117,9 @@ def small(config: PPOConfig, ranks: int, folder: str) -> PPOConfig:
 
 
 def _optim(optim: Any, rate: float) -> Any:
-    return dataclasses.replace(optim, lr=rate if optim.lr > 0 else 0.0, optimizer="adamw", lr_warmup_steps=0)
+    """A learning rate that falls, so that a schedule that stands still shows in the second step."""
+    falls = {"warmup_style": "cosine", "total_training_steps": 10, "num_cycles": 0.5, "lr_warmup_steps": 0}
+    return dataclasses.replace(optim, lr=rate if optim.lr > 0 else 0.0, optimizer="adamw", **falls)
 
 
 def real_steps(config: PPOConfig, rollouts: Rollouts, scores: Scores, *, count: int) -> list[RealStep]:
@@ -177,8 +181,17 @@ def _step(trainer: PPOTrainer, kept: dict[str, _Kept], rollouts: Rollouts, score
         evaluated=evaluated,
         experience=experience,
         minibatches={name: each.minibatches for name, each in kept.items()},
-        weights={name: each.handle.call_all("full_weights")[0] for name, each in kept.items()},
+        weights={
+            name: _laid_down(each.handle.call_all("full_weights")[0], trainer.config) for name, each in kept.items()
+        },
     )
+
+
+def _laid_down(weights: dict[str, Tensor], config: PPOConfig) -> dict[str, Tensor]:
+    """Move tensors to a file of the proof's folder, so that they are in memory only while they are read."""
+    with tempfile.NamedTemporaryFile(dir=config.trainer.log_dir) as file:
+        torch.save(weights, file.name)
+        return torch.load(file.name, mmap=True)
 
 
 class _Kept:

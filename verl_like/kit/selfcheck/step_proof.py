@@ -7,6 +7,7 @@ import logging
 import math
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from verl_like.kit.selfcheck.work import comparable, longest_row, unchecked_rout
 from verl_like.models.families import sees, state_of
 from verl_like.models.loading import load_hf_config, load_tokenizer
 
+_LOGITS = 2**24  # of the longest row, at most: with many ids, text that was not sampled comes before its last tokens
 _BYTES = 64  # of a weight: the plain step's float64 with moments and copies, the run's float32 and what is gathered
 logger = logging.getLogger(__name__)
 
@@ -83,7 +85,11 @@ def prove_at_start(config: PPOConfig, ranks: int, file: Path) -> None:
 def _proved(config: PPOConfig, notes: list[str]) -> tuple[list[Finding], list[str]]:
     vocabulary = len(load_tokenizer(config.data.tokenizer or config.actor_rollout_ref.model.path))
     plain, found = plain_step(config, vocabulary), list[Finding]()
-    for number, real in enumerate(real_steps(config, plain.rollouts, plain.scores, count=_STEPS)):
+    with ExitStack() as resting:
+        for role in plain.trained.values():
+            resting.enter_context(role.model.resting())
+        steps = real_steps(config, plain.rollouts, plain.scores, count=_STEPS)
+    for number, real in enumerate(steps):
         record, prefix = plain.run(), f"step {number + 1}: "
         mask_BR = plain.rollouts.response_mask_BR
         found += [dataclasses.replace(each, name=prefix + each.name) for each in compared(record, real, mask_BR)]
@@ -180,6 +186,7 @@ def frozen_rollouts(config: PPOConfig, vocab_size: int) -> tuple[Rollouts, Score
     length_B = torch.tensor(responses)
     mask_BR = torch.arange(response_ids_BR.shape[1])[None, :] < length_B[:, None]
     mask_BR[::3, 1:3] = False
+    mask_BR[0, 1 : max(1, long_response - max(_LOGITS // vocab_size, 28))] = False
     sampled_B = (length_B - 1).clamp(min=1)  # every third row ends in a token that was not
     mask_BR[1::3] &= torch.arange(mask_BR.shape[1])[None, :] < sampled_B[1::3, None]
     number = torch.rand(len(rows), generator=generator)
@@ -256,7 +263,8 @@ def compared(plain: PlainRecord, real: RealStep, mask_BR: Tensor) -> Iterator[Fi
     ):
         if found_BR is not None and name in plain.columns:
             expected_BR = plain.used_log_probs_BR if name == "old_log_probs" else plain.columns[name]
-            yield Finding(name=_words(name), difference=_gap(found_BR, expected_BR, mask_BR), limit=_NEAR)
+            size = max(1.0, float(expected_BR.abs().max())) if name == "entropy" else 1.0  # a sum over the vocabulary
+            yield Finding(name=_words(name), difference=_gap(found_BR, expected_BR, mask_BR) / size, limit=_NEAR)
     same = len(made) == len(plain.kept)
     yield Finding(name="rows that are trained on", difference=0.0 if same else math.inf)
     for name, found_BR in (("advantages", made.advantages_BR), ("returns", made.returns_BR)):

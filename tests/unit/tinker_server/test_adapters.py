@@ -1,0 +1,74 @@
+"""Adapters beside each other on one base: each row gets its own; steps are torch's AdamW with a client's numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from verl_like.plugins.tinker_server.adapters import Adapter, AdapterSpec, Places
+
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 11}
+DEVICE = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def hf() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
+
+
+def noisy(spec: AdapterSpec, places: Places) -> Adapter:
+    adapter = Adapter.new(spec, 32.0, places, DEVICE)
+    with torch.no_grad():
+        for weight in adapter.parameters():
+            weight.normal_(std=0.2, generator=torch.Generator().manual_seed(spec.seed))
+    return adapter
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_rows_of_several_adapters_get_what_each_gets_alone(hf: LlamaForCausalLM, trained: bool) -> None:
+    """Three owners in an order that is not its own inverse; ranks and scales differ; weights change between passes."""
+    places = Places(hf, head=True)
+    adapters = [noisy(AdapterSpec(rank=rank, seed=rank), places) for rank in (2, 3, 4)]
+    ids_RL, owners = torch.arange(20).view(4, 5) % SIZES["vocab_size"], [2, 0, 1, 0]
+
+    def logits() -> torch.Tensor:
+        with places.active(adapters), torch.set_grad_enabled(trained):
+            places.arrange(torch.tensor(owners), DEVICE)
+            return hf(ids_RL).logits.detach()
+
+    for _ in range(2):
+        alone = []
+        for row, owner in enumerate(owners):
+            with places.active([adapters[owner]]), torch.no_grad():
+                alone.append(hf(ids_RL[row : row + 1]).logits)
+        torch.testing.assert_close(logits(), torch.cat(alone), rtol=0, atol=1e-5)
+        with torch.no_grad():
+            for weight in adapters[0].parameters():
+                weight.mul_(1.5)
+
+
+def test_a_step_is_adamw_over_the_sum_of_the_passes(hf: LlamaForCausalLM) -> None:
+    numbers = {"learning_rate": 0.02, "beta1": 0.8, "beta2": 0.9, "eps": 1e-3, "weight_decay": 0.3}
+    adapter = noisy(AdapterSpec(rank=2, seed=0), Places(hf, head=True))
+    plain = [weight.detach().clone().requires_grad_() for weight in adapter.parameters()]
+    options = {"lr": 0.02, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.3}
+    optimizer, noise = torch.optim.AdamW(plain, **options), torch.Generator().manual_seed(3)
+    for clip in (0.0, 0.5):
+        passes = [[torch.randn(weight.shape, generator=noise) for weight in plain] for _ in range(2)]
+        for gradients in passes:
+            for weight, gradient in zip(adapter.parameters(), gradients, strict=True):
+                weight.grad = gradient.clone()
+            adapter.take_gradients()
+        for weight, *parts in zip(plain, *passes, strict=True):
+            weight.grad = parts[0] + parts[1]
+        norm = torch.nn.utils.get_total_norm([weight.grad for weight in plain if weight.grad is not None])
+        if clip:
+            for weight in plain:
+                assert weight.grad is not None
+                weight.grad *= clip / norm
+        optimizer.step()
+        assert adapter.step(numbers | {"grad_clip_norm": clip})["grad_norm:mean"] == pytest.approx(float(norm))
+        for weight, expected in zip(adapter.parameters(), plain, strict=True):
+            torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-6)
