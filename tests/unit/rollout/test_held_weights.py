@@ -135,9 +135,19 @@ def test_what_is_no_equal_part_is_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    "listed, sizes, told", [(True, [4, 4, 4], 1), (False, [4, 4, 4], 0), (True, [2, 2, 2], 3), (True, [4, 1, 1], 0)]
+    "listed, sizes, told",
+    [
+        (["qkv"], [4, 4, 4], 1),
+        (["q", "k", "v"], [4, 4, 4], 1),  # of the engine's other types; this one's files hold them fused (GLM-4)
+        ([], [4, 4, 4], 0),
+        (["qkv"], [2, 2, 2], 3),
+        (["q", "k", "v"], [2, 2, 2], 0),
+        (["qkv"], [4, 1, 1], 0),
+    ],
 )
-def test_a_fused_tensor_of_the_hub_counts_where_its_rows_are_known(listed: bool, sizes: list[int], told: int) -> None:
+def test_a_fused_tensor_of_the_hub_counts_where_its_rows_are_known(
+    listed: list[str], sizes: list[int], told: int
+) -> None:
     """Whole, or each rank with as many rows of every part."""
     whole, ranks = torch.randn(12, 4), 12 // sum(sizes)
     total = torch.zeros((), dtype=torch.int64)
@@ -147,7 +157,7 @@ def test_a_fused_tensor_of_the_hub_counts_where_its_rows_are_known(listed: bool,
         model.a = nn.Module()
         rows = [part[rank * size : (rank + 1) * size] for part, size in zip(whole.chunk(3), sizes, strict=True)]
         model.a.qkv = Part({"output_partition_sizes": sizes}, weight=torch.cat(rows))
-        vars(model)["packed_modules_mapping"] = {"qkv": ["qkv"]} if listed else {}
+        vars(model)["packed_modules_mapping"] = {"qkv": listed} if listed else {}
         held = list(held_by(model, layout, compat))
         assert len(held) == told
         total += sum(checksum_of(item.part) for item in held)
@@ -205,6 +215,35 @@ def test_packed_experts_are_put_in_order() -> None:
         packed = cpu_prepack_moe_weight(plain, "vec")
         assert not torch.equal(packed, plain)
         assert torch.equal(compat._unpacked(packed, "vec"), plain)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_experts_and_router_are_found_as_two_tensors_and_one(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GraniteMoE's files, whatever the engine pads a rank's width to."""
+    num, hidden, width, padding = 3, 4, 6, 2
+    above = "layers.0.block_sparse_moe"
+    whole = {
+        f"{above}.input_linear.weight": torch.randn(num, 2 * width, hidden),
+        f"{above}.output_linear.weight": torch.randn(num, hidden, width),
+        f"{above}.router.layer.weight": torch.randn(num, hidden),
+    }
+    gate_up, down, router = whole.values()
+    sums = dict.fromkeys(whole, 0)
+    for rank in range(size):
+        mine = slice(rank * width // size, (rank + 1) * width // size)
+        zeros = torch.zeros(num, padding, hidden)
+        gate, up = (half[:, mine] for half in gate_up.chunk(2, dim=1))
+        packed = torch.cat([gate, zeros, up, zeros], dim=1), torch.cat([down[..., mine], zeros.mT], dim=2)
+        monkeypatch.setattr(compat, "unpacked_experts", lambda module, packed=packed: packed)
+        experts = Part(w13_weight=packed[0], w2_weight=packed[1])
+        model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"block_sparse_moe": nn.ModuleDict()})])})
+        block: Any = model["layers"][0]["block_sparse_moe"]  # pyright: ignore[reportIndexIssue]
+        block.update({"experts": experts, "gate": Part(weight=router)})
+        layout = Layout({name: tensor.shape for name, tensor in whole.items()}, rank=rank, size=size)
+        for held in held_by(model, layout, compat):
+            sums[held.name] += int(checksum_of(held.part)) if held.name in list(whole)[:2] or rank == 0 else 0
+    for name, tensor in whole.items():
+        assert sums[name] % 2**64 == int(checksum(tensor)) % 2**64, name
 
 
 def test_totals_do_not_depend_on_who_adds() -> None:

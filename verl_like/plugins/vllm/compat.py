@@ -50,9 +50,12 @@ def start(kwargs: dict[str, Any], *, device: torch.device, run_id: str) -> Any:
         _look_at_dictionaries_alone()
     set_num_threads = torch.set_num_threads
     try:
-        llm = LLM(**kwargs, distributed_executor_backend=_executor_class(device, run_id))
+        with _shared_classes() as own_class:
+            llm = LLM(**kwargs, distributed_executor_backend=_executor_class(device, run_id))
     finally:
         torch.set_num_threads = set_num_threads  # vLLM's CPU worker replaces it by a function that does nothing
+    for module in model_of(llm).modules() if own_class else ():
+        module.__class__ = own_class.get(type(module), type(module))
     require_engine(llm.llm_engine, llm.collective_rpc(lambda worker: worker.model_runner)[0], device)
     if device.type == "cuda":
         # vLLM's own `current_stream` moves a thread that has not chosen a stream to a new one, in the midst of its work
@@ -63,6 +66,46 @@ def start(kwargs: dict[str, Any], *, device: torch.device, run_id: str) -> Any:
     if device.type == "cpu" and "speculative_config" in kwargs:
         _expand_in_torch()
     return llm
+
+
+@contextmanager
+def _shared_classes() -> Iterator[dict[type, type]]:
+    """Give transformers' classes back as they were after a start, and yield those that vLLM's modules take instead.
+
+    For a type without a model of its own (OLMo 2) vLLM 0.32 runs transformers', whose class it rewrites in place so
+    that it compiles: the trainer's model in the same process is of that class, and could neither be made nor called.
+    Source: vLLM 0.32, compilation/decorators.py, _support_torch_compile.
+    """
+    try:
+        from vllm.model_executor.models.transformers import base
+
+        decorator = base.support_torch_compile
+    except (ImportError, AttributeError):  # an earlier one compiles a class of its own
+        yield {}
+        return
+    own_class: dict[type, type] = {}
+    before: dict[type, tuple[dict[str, Any], tuple[type, ...]]] = {}
+
+    def remembering(**options: Any) -> Any:
+        def decorated(shared: type) -> type:
+            before.setdefault(shared, (dict(vars(shared)), shared.__bases__))
+            return decorator(**options)(shared)
+
+        return decorated
+
+    patched: Any = base
+    patched.support_torch_compile = remembering
+    try:
+        yield own_class
+    finally:
+        patched.support_torch_compile = decorator
+        for shared, (names, bases) in before.items():
+            added = {name: value for name, value in vars(shared).items() if names.get(name) is not value}
+            more = tuple(each for each in shared.__bases__ if each not in bases)
+            for name in added:
+                setattr(shared, name, names[name]) if name in names else delattr(shared, name)
+            shared.__bases__ = bases
+            own_class[shared] = type(shared.__name__, (shared, *more), added | {"__module__": shared.__module__})
 
 
 def _look_at_dictionaries_alone() -> None:
@@ -394,6 +437,9 @@ def reload(llm: Any, stream: Iterator[tuple[str, Tensor]]) -> None:
             failure.append(error)
 
     _forget_packed_experts(model_of(llm))
+    for parameter in model_of(llm).parameters():
+        if isinstance(loader := getattr(parameter, "weight_loader", None), functools.partial):
+            vars(loader).setdefault("__name__", "partial")  # 0.32 asks every loader for it (MiniMax-M2 has such ones)
     try:
         llm.collective_rpc("reload_weights", kwargs={"weights_iterator": until_failure()})
     except Exception:
@@ -480,7 +526,19 @@ def fused_parts(model: nn.Module) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for module in model.modules():  # of a vision-language model, the language model's own
         found |= getattr(module, "packed_modules_mapping", None) or {}
-    return found | {"qkv": ["qkv"]} if hasattr(model, "visual") else found
+    if hasattr(model, "visual"):
+        found |= {"qkv": ["qkv"]}
+    if any(hasattr(module, "mamba_type") for module in model.modules()):  # files hold these fused, in the same order
+        found |= {"conv1d": ["conv1d"], "in_proj": ["in_proj"]}
+    return found
+
+
+# Where vLLM has modules, and files do: a wrapped mixer (Falcon-H1); routers, shared experts of experts (dots.llm1)
+_MOVED = (
+    (".mamba.mamba.", ".mamba."),
+    (".experts.gate.", ".gate."),
+    (".experts._shared_experts._layer.shared_experts.", ".shared_experts."),
+)
 
 
 def stored_name(model: nn.Module, name: str, stored: Container[str]) -> str:
@@ -490,7 +548,10 @@ def stored_name(model: nn.Module, name: str, stored: Container[str]) -> str:
     names of their own (transformers saves these too). Source: hf_to_vllm_mapper of vLLM's Qwen-VL models.
     """
     if not hasattr(model, "visual"):
-        return name
+        for here, there in _MOVED:
+            name = name.replace(here, there)
+        router = name.replace(".block_sparse_moe.gate.", ".block_sparse_moe.router.layer.")  # GraniteMoE's
+        return router if router in stored or f"{router}weight" in stored else name
     if name.startswith("language_model.lm_head."):
         return name.removeprefix("language_model.")
     old = "model.embed_tokens.weight" in stored
