@@ -80,7 +80,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3": _dense(),
     "llama": _dense(),
     "mistral": _windows(),
-    "ministral": _windows(_PACKED),
+    "ministral": _windows(),
     "ministral3": _dense(),
     "gemma": _dense(),
     "gemma2": _windows(attention="eager"),
