@@ -24,7 +24,7 @@ _STACKED = ("input_linear", "output_linear")  # of GraniteMoE: gate above up, an
 
 
 class Reader(Protocol):
-    """Questions to an engine's modules: vllm/compat.py and sglang/compat.py have these functions."""
+    """Questions to an engine's modules: vllm/reader.py and sglang/compat.py have these functions."""
 
     def fused_parts(self, model: nn.Module) -> dict[str, list[str]]: ...
 
