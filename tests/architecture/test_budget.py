@@ -14,7 +14,7 @@ import pytest
 
 from tests.architecture.source import Source, package_sources, parse
 
-MOST_LINES = {"core": 35_871, "plugins": 15_986, "kit": 11_770}  # of code, by ring
+MOST_LINES = {"core": 35_871, "plugins": 15_983, "kit": 11_770}  # of code, by ring
 MOST_SMALL_FILES = {
     "core": 34,
     "plugins": 38,
