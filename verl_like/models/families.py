@@ -32,6 +32,7 @@ IMAGES = "images, videos"  # padded and packed, shared prompts, trained and froz
 _PADDED = frozenset({LORA, RANKS, HF})
 _PACKED = _PADDED | {ULYSSES}
 _EVERYTHING = _PACKED | {VLLM}
+_WITH_VLLM = _PADDED | {VLLM}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,25 +54,25 @@ class Family:
     tested: frozenset[str] = _PACKED
 
 
-def _dense(tested: frozenset[str] = _PACKED) -> Family:
+def _dense(tested: frozenset[str] = _EVERYTHING) -> Family:
     return Family(kind="dense", tested=tested)
 
 
-def _windows(tested: frozenset[str] = _PACKED, attention: str = "sdpa") -> Family:
+def _windows(tested: frozenset[str] = _EVERYTHING, attention: str = "sdpa") -> Family:
     return Family(kind="dense, sliding windows", tested=tested, attention=attention)
 
 
-def _experts(tested: frozenset[str] = _PACKED) -> Family:
+def _experts(tested: frozenset[str] = _EVERYTHING) -> Family:
     return Family(kind="mixture of experts", tested=tested)
 
 
-def _recurrent(layers: str, kind: str = "hybrid") -> Family:
-    return Family(kind=kind, state=layers, tested=_PADDED)
+def _recurrent(layers: str, kind: str = "hybrid", tested: frozenset[str] = _PADDED) -> Family:
+    return Family(kind=kind, state=layers, tested=tested)
 
 
-def _no_segments() -> Family:
+def _no_segments(tested: frozenset[str] = _PADDED) -> Family:
     why = "its layers pass no sequence boundaries to attention"
-    return Family(kind="dense", packed=False, why_padded=why, tested=_PADDED)
+    return Family(kind="dense", packed=False, why_padded=why, tested=tested)
 
 
 FAMILIES: dict[str, Family] = {
@@ -84,15 +85,15 @@ FAMILIES: dict[str, Family] = {
     "gemma": _dense(),
     "gemma2": _windows(attention="eager"),
     "gemma3_text": _windows(),
-    "vaultgemma": _windows(attention="eager"),
+    "vaultgemma": _windows(_PACKED, "eager"),
     "cohere": _dense(),
-    "cohere2": _windows(),
+    "cohere2": _windows(_PACKED),
     "olmo": _dense(),
     "olmo2": _dense(),
     "olmo3": _windows(),
     "exaone4": _windows(),
     "smollm3": _dense(),
-    "phi": _dense(),
+    "phi": _dense(_PACKED),
     "phi3": _dense(),
     "granite": _dense(),
     "glm": _dense(),
@@ -102,20 +103,20 @@ FAMILIES: dict[str, Family] = {
     "seed_oss": _dense(),
     "hunyuan_v1_dense": _dense(),
     "ernie4_5": _dense(),
-    "gpt_neox": _dense(),
+    "gpt_neox": _dense(_PACKED),
     "stablelm": _no_segments(),
-    "nemotron": _no_segments(),
-    "qwen2_moe": _experts(_EVERYTHING),
-    "qwen3_moe": _experts(_EVERYTHING),
-    "mixtral": _experts(_EVERYTHING),
-    "olmoe": _experts(_EVERYTHING),
+    "nemotron": _no_segments(_WITH_VLLM),
+    "qwen2_moe": _experts(),
+    "qwen3_moe": _experts(),
+    "mixtral": _experts(),
+    "olmoe": _experts(),
     "granitemoe": _experts(),
     "flex_olmo": _experts(),
     "hunyuan_v1_moe": _experts(),
-    "deepseek_v3": _experts(_EVERYTHING),
-    "glm4_moe": _experts(_EVERYTHING),
-    "dots1": _experts(),
-    "minimax_m2": _experts(),
+    "deepseek_v3": _experts(),
+    "glm4_moe": _experts(),
+    "dots1": _experts(_PACKED),
+    "minimax_m2": _experts(_PACKED),
     "lfm2_moe": _recurrent("conv", "mixture of experts, hybrid"),
     "gpt_oss": Family(kind="mixture of experts, sliding windows, sinks", attention="eager"),
     "qwen3_next": _recurrent("linear_attention", "mixture of experts, hybrid"),
@@ -123,8 +124,8 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_moe_text": _recurrent("linear_attention", "mixture of experts, hybrid"),
     "jamba": _recurrent("mamba", "mixture of experts, hybrid"),
     "bamba": _recurrent("mamba"),
-    "falcon_h1": _recurrent("mamba"),
-    "granitemoehybrid": _recurrent("mamba", "mixture of experts, hybrid"),
+    "falcon_h1": _recurrent("mamba", tested=_WITH_VLLM),
+    "granitemoehybrid": _recurrent("mamba", "mixture of experts, hybrid", _WITH_VLLM),
     "lfm2": _recurrent("conv"),
 }
 _IMAGES = frozenset({IMAGES, RANKS, HF, VLLM, SGLANG})

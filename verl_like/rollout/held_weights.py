@@ -20,10 +20,11 @@ from verl_like.parallel.checksum import WIDTH, Slice, as_matrix, checksum_of, sk
 Box = tuple[int, int, int, int]  # row, column, rows, columns
 Found = TypeVar("Found")  # of a box: its checksum, or its sketch
 _EXPERT_PARTS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # of checkpoints: gate, up, down
+_STACKED = ("input_linear", "output_linear")  # of GraniteMoE: gate above up, and down, of all experts
 
 
 class Reader(Protocol):
-    """Questions to an engine's modules: vllm/compat.py and sglang/compat.py have these functions."""
+    """Questions to an engine's modules: vllm/reader.py and sglang/compat.py have these functions."""
 
     def fused_parts(self, model: nn.Module) -> dict[str, list[str]]: ...
 
@@ -196,7 +197,8 @@ def _names(parameter: str, fused: dict[str, list[str]], layout: Layout) -> list[
     """Hugging Face names of the tensors in a parameter of vLLM; empty where it is something else."""
     path, _, leaf = parameter.replace(".base_layer.", ".").rpartition(".")
     parent, _, module = path.rpartition(".")
-    names = [f"{parent}.{part}.{leaf}" for part in fused.get(module, [])] or [f"{path}.{leaf}"]
+    apart = [f"{parent}.{part}.{leaf}" for part in fused.get(module, [])]
+    names = apart if set(apart) & layout.shapes.keys() else [f"{path}.{leaf}"]  # some files hold them fused (GLM)
     return names if all(name in layout.shapes for name in names) else []
 
 
@@ -247,12 +249,18 @@ def _of_each_part(name: str, place: str, local: Tensor, sizes: list[int], layout
 
 def _experts(path: str, module: nn.Module, layout: Layout, reader: Reader) -> Iterator[Held]:
     """Yield the parts of a stack of experts, where every rank has its part of each: gate above up, and down."""
-    base = path.split(".experts")[0] + ".experts"
+    above = path.split(".experts")[0]
+    base = f"{above}.experts"
     parts = next((p for p in _EXPERT_PARTS if f"{base}.0.{p[0]}.weight" in layout.shapes), None)
     unpacked = reader.unpacked_experts(module)
-    if parts is None or unpacked is None:
+    if unpacked is None:
         return
     gate_up, down = unpacked  # [E, 2 x padded width, hidden], [E, hidden, padded width]
+    stacked = [f"{above}.{leaf}.weight" for leaf in _STACKED]
+    if parts is None and layout.shapes.keys() >= set(stacked):
+        yield from _of_stack(path, stacked, gate_up, down, layout)
+    if parts is None:
+        return
     if f"{base}.{len(down)}.{parts[0]}.weight" in layout.shapes:
         return  # some of the experts are elsewhere
     width, padded = layout.shapes[f"{base}.0.{parts[0]}.weight"][0] // layout.size, down.shape[2]
@@ -262,3 +270,14 @@ def _experts(path: str, module: nn.Module, layout: Layout, reader: Reader) -> It
             held = layout.held(f"{base}.{expert}.{part}.weight", path, local)
             if held is not None:
                 yield held
+
+
+def _of_stack(path: str, names: list[str], gate_up_EON: Tensor, down_ENO: Tensor, layout: Layout) -> Iterator[Held]:
+    """Yield the parts of experts that files hold as two tensors: [E, 2 x width, hidden] and [E, hidden, width]."""
+    _, hidden, whole = layout.shapes[names[1]]
+    width, padded = whole // layout.size, down_ENO.shape[2]
+    for expert, (gate_up, down) in enumerate(zip(gate_up_EON, down_ENO, strict=True)):
+        for half in (0, 1):
+            row = (2 * expert + half) * whole + layout.rank * width
+            yield Held(names[0], path, Slice(gate_up[half * padded :][:width], row, 0))
+        yield Held(names[1], path, Slice(down[:, :width], expert * hidden, layout.rank * width))

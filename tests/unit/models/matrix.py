@@ -42,6 +42,20 @@ _REASONS = {
 }
 _UNTRIED = "nobody has tried"
 _TEXT_ALONE = "the text model alone is run"
+_DELTA_RULES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
+_WITHOUT_VLLM = {
+    "cohere2": "vLLM's window is a token longer than transformers'",
+    "phi": "vLLM's head has no bias",
+    "gpt_neox": "vLLM's CPU build crashes: its attention takes no slices of fused queries, keys and values",
+    "gpt_oss": "vLLM's CPU build has no kernel for its experts",
+    "jamba": "vLLM's CPU build has no kernel for Mamba 1",
+    "minimax_m2": "vLLM's CPU build has no routers with sigmoid scores of its kind",
+    "dots1": "its routers' bias is not read back out of vLLM (all else is, and log-probs agree)",
+    "bamba": "vLLM has no model of it any more",
+    **dict.fromkeys(("lfm2", "lfm2_moe"), "vLLM's CPU build gives other log-probs, by 0.1 nats or more"),
+    **dict.fromkeys(("qwen3_vl_moe", "gemma3", "mistral3"), "vLLM asks for torchvision, which it lacks on a CPU"),
+    **dict.fromkeys(_DELTA_RULES, "vLLM's CPU build has no kernel for its delta rule in float32"),
+}
 _SCORES = "its routers do not tell their scores"
 
 
@@ -81,7 +95,7 @@ def cells(name: str, path: str) -> dict[str, str]:
         "two ranks": claimed(families.RANKS),
         **{way: NONE if way not in spread else spread[way] or YES for way in SPREAD},
         "hf": claimed(families.HF),
-        "vLLM": claimed(families.VLLM),
+        "vLLM": _WITHOUT_VLLM.get(name) or claimed(families.VLLM),
         "SGLang": claimed(families.SGLANG),
         "images": YES if sees else _TEXT_ALONE if nested else NONE,
         "replay": NONE

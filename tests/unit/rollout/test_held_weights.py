@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from verl_like.parallel.checksum import Slice, checksum, checksum_of, sketch, total
-from verl_like.plugins.vllm import compat
+from verl_like.plugins.vllm import reader
 from verl_like.rollout.held_weights import Held, Layout, checksums, held_by, sketches
 
 HEADS, KV, WIDTH, HIDDEN, VOCAB = 4, 2, 6, 8, 11  # rows of q: HEADS x 2, of k and v: KV x 2
@@ -72,7 +72,7 @@ def told(models: list[nn.Module], monkeypatch: pytest.MonkeyPatch) -> list[list[
             into[:] = everyones or [mine] * size
 
         monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
-        found = checksums(held_by(models[rank], layout, compat), layout, torch.float32, "group")
+        found = checksums(held_by(models[rank], layout, reader), layout, torch.float32, "group")
         return found if everyones else sent[0]
 
     everyones = [ask(rank, None) for rank in range(size)]
@@ -135,9 +135,19 @@ def test_what_is_no_equal_part_is_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    "listed, sizes, told", [(True, [4, 4, 4], 1), (False, [4, 4, 4], 0), (True, [2, 2, 2], 3), (True, [4, 1, 1], 0)]
+    "listed, sizes, told",
+    [
+        (["qkv"], [4, 4, 4], 1),
+        (["q", "k", "v"], [4, 4, 4], 1),  # of the engine's other types; this one's files hold them fused (GLM-4)
+        ([], [4, 4, 4], 0),
+        (["qkv"], [2, 2, 2], 3),
+        (["q", "k", "v"], [2, 2, 2], 0),
+        (["qkv"], [4, 1, 1], 0),
+    ],
 )
-def test_a_fused_tensor_of_the_hub_counts_where_its_rows_are_known(listed: bool, sizes: list[int], told: int) -> None:
+def test_a_fused_tensor_of_the_hub_counts_where_its_rows_are_known(
+    listed: list[str], sizes: list[int], told: int
+) -> None:
     """Whole, or each rank with as many rows of every part."""
     whole, ranks = torch.randn(12, 4), 12 // sum(sizes)
     total = torch.zeros((), dtype=torch.int64)
@@ -147,8 +157,8 @@ def test_a_fused_tensor_of_the_hub_counts_where_its_rows_are_known(listed: bool,
         model.a = nn.Module()
         rows = [part[rank * size : (rank + 1) * size] for part, size in zip(whole.chunk(3), sizes, strict=True)]
         model.a.qkv = Part({"output_partition_sizes": sizes}, weight=torch.cat(rows))
-        vars(model)["packed_modules_mapping"] = {"qkv": ["qkv"]} if listed else {}
-        held = list(held_by(model, layout, compat))
+        vars(model)["packed_modules_mapping"] = {"qkv": listed} if listed else {}
+        held = list(held_by(model, layout, reader))
         assert len(held) == told
         total += sum(checksum_of(item.part) for item in held)
     assert bool(total == checksum(whole)) == bool(told)
@@ -159,9 +169,9 @@ def test_a_tensor_held_in_another_precision_must_lose_nothing() -> None:
     sent = torch.randn(8, generator=torch.Generator().manual_seed(0)).bfloat16()
     model = nn.Module()
     model.b = Part(bias=sent.float())
-    assert checksums(held_by(model, layout, compat), layout, torch.bfloat16, None) == [("b.bias", int(checksum(sent)))]
+    assert checksums(held_by(model, layout, reader), layout, torch.bfloat16, None) == [("b.bias", int(checksum(sent)))]
     model.b.bias.data[0] *= 1 + 1e-5
-    ((_, number),) = checksums(held_by(model, layout, compat), layout, torch.bfloat16, None)
+    ((_, number),) = checksums(held_by(model, layout, reader), layout, torch.bfloat16, None)
     assert number != int(checksum(sent))
 
 
@@ -176,8 +186,8 @@ def test_a_packed_layer_is_unpacked_bit_for_bit(
     layer = Part(
         {"cpu_linear": lambda x, _, bias: x @ weight.t(), "input_size": inputs}, weight=torch.empty(0).to(dtype)
     )
-    monkeypatch.setattr(compat, "_IDENTITY_ROWS", 5)
-    unpacked = compat.unpacked_linear(layer)
+    monkeypatch.setattr(reader, "_IDENTITY_ROWS", 5)
+    unpacked = reader.unpacked_linear(layer)
     assert unpacked is not None and torch.equal(unpacked, weight)
     assert checksum(unpacked) == checksum(weight)
 
@@ -190,7 +200,7 @@ def test_a_tied_head_is_told_by_the_name_of_the_embedding() -> None:
     model.head = Part({"cpu_linear": lambda x, _, bias: x @ old.t()})
     model.head.register_parameter("weight", model.embed.weight)
     layout = Layout({"embed.weight": weight.shape}, rank=0, size=1)
-    parts = list(held_by(model, layout, compat))
+    parts = list(held_by(model, layout, reader))
     assert {part.name for part in parts} == {"embed.weight"}
     assert {int(checksum_of(part.part)) for part in parts} == {int(checksum(weight)), int(checksum(old))}
     assert len(checksums(iter(parts), layout, torch.float32, None)) == len(parts)
@@ -204,7 +214,36 @@ def test_packed_experts_are_put_in_order() -> None:
         plain = torch.randn(3, 96, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
         packed = cpu_prepack_moe_weight(plain, "vec")
         assert not torch.equal(packed, plain)
-        assert torch.equal(compat._unpacked(packed, "vec"), plain)
+        assert torch.equal(reader._unpacked(packed, "vec"), plain)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_experts_and_router_are_found_as_two_tensors_and_one(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GraniteMoE's files, whatever the engine pads a rank's width to."""
+    num, hidden, width, padding = 3, 4, 6, 2
+    above = "layers.0.block_sparse_moe"
+    whole = {
+        f"{above}.input_linear.weight": torch.randn(num, 2 * width, hidden),
+        f"{above}.output_linear.weight": torch.randn(num, hidden, width),
+        f"{above}.router.layer.weight": torch.randn(num, hidden),
+    }
+    gate_up, down, router = whole.values()
+    sums = dict.fromkeys(whole, 0)
+    for rank in range(size):
+        mine = slice(rank * width // size, (rank + 1) * width // size)
+        zeros = torch.zeros(num, padding, hidden)
+        gate, up = (half[:, mine] for half in gate_up.chunk(2, dim=1))
+        packed = torch.cat([gate, zeros, up, zeros], dim=1), torch.cat([down[..., mine], zeros.mT], dim=2)
+        monkeypatch.setattr(reader, "unpacked_experts", lambda module, packed=packed: packed)
+        experts = Part(w13_weight=packed[0], w2_weight=packed[1])
+        model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"block_sparse_moe": nn.ModuleDict()})])})
+        block: Any = model["layers"][0]["block_sparse_moe"]  # pyright: ignore[reportIndexIssue]
+        block.update({"experts": experts, "gate": Part(weight=router)})
+        layout = Layout({name: tensor.shape for name, tensor in whole.items()}, rank=rank, size=size)
+        for held in held_by(model, layout, reader):
+            sums[held.name] += int(checksum_of(held.part)) if held.name in list(whole)[:2] or rank == 0 else 0
+    for name, tensor in whole.items():
+        assert sums[name] % 2**64 == int(checksum(tensor)) % 2**64, name
 
 
 def test_totals_do_not_depend_on_who_adds() -> None:

@@ -10,7 +10,7 @@ import functools
 import gc
 import itertools
 import os
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -50,9 +50,12 @@ def start(kwargs: dict[str, Any], *, device: torch.device, run_id: str) -> Any:
         _look_at_dictionaries_alone()
     set_num_threads = torch.set_num_threads
     try:
-        llm = LLM(**kwargs, distributed_executor_backend=_executor_class(device, run_id))
+        with _shared_classes() as own_class:
+            llm = LLM(**kwargs, distributed_executor_backend=_executor_class(device, run_id))
     finally:
         torch.set_num_threads = set_num_threads  # vLLM's CPU worker replaces it by a function that does nothing
+    for module in model_of(llm).modules() if own_class else ():
+        module.__class__ = own_class.get(type(module), type(module))
     require_engine(llm.llm_engine, llm.collective_rpc(lambda worker: worker.model_runner)[0], device)
     if device.type == "cuda":
         # vLLM's own `current_stream` moves a thread that has not chosen a stream to a new one, in the midst of its work
@@ -63,6 +66,46 @@ def start(kwargs: dict[str, Any], *, device: torch.device, run_id: str) -> Any:
     if device.type == "cpu" and "speculative_config" in kwargs:
         _expand_in_torch()
     return llm
+
+
+@contextmanager
+def _shared_classes() -> Iterator[dict[type, type]]:
+    """Give transformers' classes back as they were after a start, and yield those that vLLM's modules take instead.
+
+    For a type without a model of its own (OLMo 2) vLLM 0.32 runs transformers', whose class it rewrites in place so
+    that it compiles: the trainer's model in the same process is of that class, and could neither be made nor called.
+    Source: vLLM 0.32, compilation/decorators.py, _support_torch_compile.
+    """
+    try:
+        from vllm.model_executor.models.transformers import base
+
+        decorator = base.support_torch_compile
+    except (ImportError, AttributeError):  # an earlier one compiles a class of its own
+        yield {}
+        return
+    own_class: dict[type, type] = {}
+    before: dict[type, tuple[dict[str, Any], tuple[type, ...]]] = {}
+
+    def remembering(**options: Any) -> Any:
+        def decorated(shared: type) -> type:
+            before.setdefault(shared, (dict(vars(shared)), shared.__bases__))
+            return decorator(**options)(shared)
+
+        return decorated
+
+    patched: Any = base
+    patched.support_torch_compile = remembering
+    try:
+        yield own_class
+    finally:
+        patched.support_torch_compile = decorator
+        for shared, (names, bases) in before.items():
+            added = {name: value for name, value in vars(shared).items() if names.get(name) is not value}
+            more = tuple(each for each in shared.__bases__ if each not in bases)
+            for name in added:
+                setattr(shared, name, names[name]) if name in names else delattr(shared, name)
+            shared.__bases__ = bases
+            own_class[shared] = type(shared.__name__, (shared, *more), added | {"__module__": shared.__module__})
 
 
 def _look_at_dictionaries_alone() -> None:
@@ -394,6 +437,9 @@ def reload(llm: Any, stream: Iterator[tuple[str, Tensor]]) -> None:
             failure.append(error)
 
     _forget_packed_experts(model_of(llm))
+    for parameter in model_of(llm).parameters():
+        if isinstance(loader := getattr(parameter, "weight_loader", None), functools.partial):
+            vars(loader).setdefault("__name__", "partial")  # 0.32 asks every loader for it (MiniMax-M2 has such ones)
     try:
         llm.collective_rpc("reload_weights", kwargs={"weights_iterator": until_failure()})
     except Exception:
@@ -473,83 +519,6 @@ def _repack_tied_heads(model: nn.Module) -> None:
         if hasattr(module, "cpu_linear"):
             quant_method: Any = module.quant_method
             quant_method.process_weights_after_loading(module)
-
-
-def fused_parts(model: nn.Module) -> dict[str, list[str]]:
-    """Map modules that hold several Hugging Face modules to these, e.g. qkv_proj: [q_proj, k_proj, v_proj]."""
-    found: dict[str, list[str]] = {}
-    for module in model.modules():  # of a vision-language model, the language model's own
-        found |= getattr(module, "packed_modules_mapping", None) or {}
-    return found | {"qkv": ["qkv"]} if hasattr(model, "visual") else found
-
-
-def stored_name(model: nn.Module, name: str, stored: Container[str]) -> str:
-    """Translate a parameter's name, or its beginning, to the checkpoint's.
-
-    vLLM holds the language model of a vision-language model in another place. Files of Qwen2-VL and Qwen2.5-VL have
-    names of their own (transformers saves these too). Source: hf_to_vllm_mapper of vLLM's Qwen-VL models.
-    """
-    if not hasattr(model, "visual"):
-        return name
-    if name.startswith("language_model.lm_head."):
-        return name.removeprefix("language_model.")
-    old = "model.embed_tokens.weight" in stored
-    if name.startswith("language_model.model."):
-        return ("model." if old else "model.language_model.") + name.removeprefix("language_model.model.")
-    return name if old else f"model.{name}"
-
-
-def unpacked_linear(module: nn.Module) -> Tensor | None:
-    """Unpack the weight [outputs, inputs] that a linear layer on CPU computes with; None without a packed copy.
-
-    The kernel's own format is opaque. What it makes of the identity is the weight, bit for bit: each output is one
-    product with 1 and sums of 0 (only -0 becomes 0).
-    """
-    linear: Any = vars(module).get("cpu_linear")
-    weight = module._parameters["weight"]
-    if linear is None or weight is None or weight.is_meta:
-        return None
-    packed: Any = module
-    inputs = weight.shape[1] if weight.ndim == 2 else vars(packed).get("input_size_per_partition", packed.input_size)
-    identity = torch.eye(inputs, dtype=weight.dtype)
-    with torch.no_grad():
-        return torch.cat([linear(rows, weight, None).t() for rows in identity.split(_IDENTITY_ROWS)], dim=1)
-
-
-_IDENTITY_ROWS = 1024
-
-
-def unpacked_experts(module: nn.Module) -> tuple[Tensor, Tensor] | None:
-    """Unpack a layer's experts on CPU: gate and up in one, and down, their width padded; None elsewhere."""
-    packed: Any = module
-    kernel = getattr(packed.quant_method, "moe_kernel", None)
-    experts = getattr(kernel, "fused_experts", None)
-    isa = getattr(experts, "isa", None)
-    if packed.w2_weight.device.type != "cpu" or experts is None or isa is None or experts._use_zentorch:
-        return None
-    return _unpacked(packed.w13_weight.detach(), isa), _unpacked(packed.w2_weight.detach(), isa)
-
-
-def _unpacked(packed_EON: Tensor, isa: str) -> Tensor:
-    """Restore matrices whose numbers vLLM's kernel has moved about."""
-    flat = packed_EON.flatten(1)
-    plain = torch.empty_like(flat)
-    plain[:, _packed_order(packed_EON.shape[1:], packed_EON.dtype, isa)] = flat
-    return plain.view_as(packed_EON)
-
-
-@functools.lru_cache(maxsize=16)
-def _packed_order(shape: torch.Size, dtype: torch.dtype, isa: str) -> Tensor:
-    """Find the origin of each number of a packed matrix: numbered matrices, packed 15 bits at a time (no NaN)."""
-    from vllm._custom_ops import cpu_prepack_moe_weight
-
-    with torch.inference_mode(False):
-        bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
-        number, order = torch.arange(shape.numel()), torch.zeros(shape.numel(), dtype=torch.int64)
-        for shift in range(0, number.numel().bit_length(), 15):
-            digits = ((number >> shift) & 0x7FFF).to(bits).view(dtype).view(1, *shape)
-            order |= cpu_prepack_moe_weight(digits, isa).view(bits).flatten().to(torch.int64) << shift
-        return order
 
 
 def block_size(llm: Any) -> int:

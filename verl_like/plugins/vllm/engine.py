@@ -23,7 +23,7 @@ from verl_like.config.rollout import reads_text
 from verl_like.models.loading import as_sent
 from verl_like.models.lora import adapters_apart, is_adapter
 from verl_like.models.routes import continued, route_type
-from verl_like.plugins.vllm import compat, lora, routes, versions, vision
+from verl_like.plugins.vllm import compat, lora, reader, routes, versions, vision
 from verl_like.remote_storage import local_folder
 from verl_like.rollout.base import SLEEPERS, EngineSpec, SteppedRolloutEngine
 from verl_like.rollout.held_weights import Layout, checksums, held_by, sketches
@@ -200,9 +200,9 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
         Left out are stacked experts on CUDA, whose kernels may have moved numbers about.
         """
         layout = Layout(dict(shapes), rank=self._rank_in_replica, size=self._tp)
-        parts = held_by(self._model, layout, compat)
+        parts = held_by(self._model, layout, reader)
         if self.keeps_adapters:
-            parts = itertools.chain(parts, lora.held(self._llm, compat.fused_parts(self._model), layout))
+            parts = itertools.chain(parts, lora.held(self._llm, reader.fused_parts(self._model), layout))
         group = None if self._lockstep is None else self._lockstep.group
         with self._exclusive():
             return checksums(parts, layout, self.dtype, group)
@@ -211,7 +211,7 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
         layout = Layout(dict(shapes), rank=self._rank_in_replica, size=self._tp)
         group = None if self._lockstep is None else self._lockstep.group
         with self._exclusive():
-            return sketches(held_by(self._model, layout, compat, quantised=True), layout, group)
+            return sketches(held_by(self._model, layout, reader, quantised=True), layout, group)
 
     def _cached_tokens(self) -> int:
         """Count the cached tokens of one long prompt, the same at every call; a sleeping cache holds none."""
