@@ -65,8 +65,8 @@ SERVED_AND_QUANTISED = [
     Mutation(
         "rows of three tenants come back in the order of their owners",
         "plugins/tinker_server/adapters.py",
-        "self._back_R = torch.argsort(order_R).to(device)",
-        "self._back_R = order_R.to(device)",
+        "torch.empty_like(order_R).index_copy(0, order_R, slot_R)",
+        "torch.empty_like(order_R).index_copy(0, number_R, slot_R)",
         "tinker_server/test_adapters.py",
     ),
     Mutation(

@@ -31,7 +31,8 @@ def check_stages(model: ModelConfig, config: PretrainedConfig, fsdp: FSDPConfig,
     if size == 1:
         return
     if why := why_whole(config, fsdp):
-        fix = "use as many stages at most" if size > config.num_hidden_layers else "set it to 1"
+        layers = getattr(config, "num_hidden_layers", size)  # a vision-language model has none of its own
+        fix = "use as many stages at most" if size > layers else "set it to 1"
         raise ValueError(f"{key}={size}: {why}; {fix}")
     if trained and model.lora_rank > 0:
         raise ValueError(f"{key}={size} with model.lora_rank={model.lora_rank}: not available; set one to 1 or 0")
