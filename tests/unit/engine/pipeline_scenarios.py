@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from tests.unit.engine.row_groups import RowGroup
 from tests.unit.engine.scenarios import by_row
-from tests.unit.engine.tiny import build_engine, experience
+from tests.unit.engine.tiny import PolicyLoss, build_engine, denominators, experience
 from verl_like.batch import Experience
 from verl_like.config.batch_plan import MicroBatchRule
 from verl_like.config.fsdp import FSDPConfig
@@ -58,6 +60,9 @@ def everything(line: Line, paths: dict[str, str], saved: str, others: str | None
     engine = line.engine(path)
     want = frozenset({"log_probs", "entropy"})
     found["outputs"] |= by_row(mine, engine.forward(mine, want=want, rule=RULE, temperature=0.7))
+    watched_B = torch.arange(len(batch))[line.index :: line.count] % 2 == 0
+    told = engine.train_minibatch(mine, PolicyLoss(), denominators(batch), rule=RULE, without_gradient_B=watched_B)
+    found["told_watched"] = {name: told[name].value for name in ("grad_norm", "pg_loss") if name in told}
     found["held"] = sorted(name for name, _ in engine.sharding.root.named_parameters())
     return found
 

@@ -62,6 +62,8 @@ def test_outputs_norms_and_the_change_of_weights(
             by_parameter(rank[f"change_{name}"], one[f"change_{name}"], 1e-3)
         losses = [sum(rank[f"told_{name}"][i].get("pg_loss", 0) for rank in staged) for i in range(3)]
         assert losses == pytest.approx([step["pg_loss"] for step in one[f"told_{name}"]], rel=1e-5)
+    loss = sum(rank["told_watched"].get("pg_loss", 0) for rank in staged)  # of rows without a gradient too
+    assert loss == pytest.approx(one["told_watched"]["pg_loss"], rel=1e-5)
 
 
 def test_a_checkpoint_goes_on_with_another_number_of_stages(

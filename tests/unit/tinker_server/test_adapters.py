@@ -26,12 +26,15 @@ def noisy(spec: AdapterSpec, places: Places) -> Adapter:
     return adapter
 
 
-@pytest.mark.parametrize("trained", [False, True])
-def test_rows_of_several_adapters_get_what_each_gets_alone(hf: LlamaForCausalLM, trained: bool) -> None:
-    """Three owners in an order that is not its own inverse; ranks and scales differ; weights change between passes."""
+@pytest.mark.parametrize("owners", [[2, 0, 1, 0], [0, 1, 2]], ids=["mixed", "sorted"])
+@pytest.mark.parametrize(("trained", "width"), [(False, 5), (True, 5), (False, 1)], ids=["read", "trained", "decoded"])
+def test_rows_of_several_adapters_get_what_each_gets_alone(
+    hf: LlamaForCausalLM, trained: bool, width: int, owners: list[int]
+) -> None:
+    """Three owners, also in an order that is not its own inverse; ranks and scales differ; weights change between."""
     places = Places(hf, head=True)
     adapters = [noisy(AdapterSpec(rank=rank, seed=rank), places) for rank in (2, 3, 4)]
-    ids_RL, owners = torch.arange(20).view(4, 5) % SIZES["vocab_size"], [2, 0, 1, 0]
+    ids_RL = torch.arange(len(owners) * width).view(len(owners), width) % SIZES["vocab_size"]
 
     def logits() -> torch.Tensor:
         with places.active(adapters), torch.set_grad_enabled(trained):
