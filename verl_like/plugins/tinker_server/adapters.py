@@ -302,9 +302,8 @@ class Adapter:
             found = [self.optimizer.state[parameter] for parameter in self.parameters() if self.optimizer.state]
             states = {m: torch.cat([each[m].flatten() for each in found]).cpu() for m in _MOMENTS if found}
             states |= {"step": found[0]["step"].cpu()} if found else {}
-            save_file(
-                states, partial / OPTIMIZER, {"format": "pt"}
-            )  # three tensors: hundreds take longer than the disk
+            # three tensors: hundreds take longer than the disk
+            save_file(states, partial / OPTIMIZER, {"format": "pt"})
         for file in partial.iterdir():
             with open(file, "rb") as opened:
                 os.fsync(opened.fileno())

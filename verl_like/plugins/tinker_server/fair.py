@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-ONE_OF_A_MODEL = frozenset(
-    {"optim_step", "save_weights", "save_weights_for_sampler"}
-)  # what follows waits for its files
+# Of one model these are not taken together: what follows one of them waits for its files.
+ONE_OF_A_MODEL = frozenset({"optim_step", "save_weights", "save_weights_for_sampler"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
