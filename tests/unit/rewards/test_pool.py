@@ -39,8 +39,8 @@ HARM = """
         return next(o for o in gc.get_objects() if isinstance(o, socket.socket) and o.fileno() >= 0).fileno()
 
     def every(action):
-        for number in range(3, 256):
-            try: action(number)
+        for number in map(int, os.listdir("/proc/self/fd")):
+            try: number < 3 or action(number)
             except OSError: pass
 
     class Odd:

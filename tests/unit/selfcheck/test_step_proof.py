@@ -192,8 +192,8 @@ def rejected_left_in(own: Any, *given: Any) -> Any:
     return dataclasses.replace(found, weights_T=None)
 
 
-def undecayed(own: Any, parameters: Any, settings: Any) -> Any:
-    return own(parameters, dataclasses.replace(settings, weight_decay=0.5))
+def undecayed(own: Any, parameters: Any, settings: Any, matrices: Any) -> Any:
+    return own(parameters, dataclasses.replace(settings, weight_decay=0.5), matrices)
 
 
 def own_again(own: Any, trainer: Any, rollouts: Any) -> Any:
