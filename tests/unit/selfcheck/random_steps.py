@@ -105,7 +105,12 @@ def drawn(number: int, tiny: Path, folder: Path, ranks: int) -> tuple[PPOConfig,
         meshes = any("parallel_size=2" in word for word in words)
         alone = f"{_POLICY}.rollout.n=1" in words and not keys[0].endswith(("gae", "reinforce_plus_plus"))
         own = [f"{_POLICY}.model.path={model}", f"critic.model.path={model}", f"trainer.n_gpus_per_node={ranks}"]
+        sliced = any("context" in word or "ulysses" in word for word in words)
+        padded = any("use_remove_padding=False" in word for word in words)
+        dense = "moe" not in family and any("expert" in word for word in words)
         if meshes > (ranks > 1) or alone:  # without a group, there would be no gradient
+            continue
+        if (sliced and padded) or dense:  # a start refuses these by the facts of the model
             continue
         try:
             return compose([*_COMMON.split(), *own, *words]), " ".join([family, *words])
