@@ -12,6 +12,7 @@ from tests.unit.bench.tiny import bench
 from verl_like.cli.main import main
 from verl_like.kit.bench import bubble, mesh
 from verl_like.kit.bench.wires import sent_bytes
+from verl_like.kit.forecast import traffic
 from verl_like.parallel.pipeline import order_of
 
 
@@ -33,7 +34,7 @@ def test_bytes_of_an_operator() -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize(("stages", "count"), [(2, 1), (2, 8), (4, 2), (4, 8)])
 def test_the_orders_wait_as_long_as_the_formula_says(schedule: str, stages: int, count: int) -> None:
-    least = bubble.bubble(stages, count)
+    least = traffic.bubble(stages, count)
     assert least == (stages - 1) / (count + stages - 1)
     assert bubble.idle_slots(schedule, stages, count) == pytest.approx(least)
 

@@ -18,16 +18,6 @@ from verl_like.parallel.pipeline import Absent, Pipe, order_of
 PASS_S = 0.2  # least time of a stage's forward pass; a backward pass takes twice as long
 
 
-def bubble(stages: int, count: int) -> float:
-    """The least share for `count` equal micro-batches, of GPipe and 1F1B alike.
-
-    A stage works at all of them; the first waits for the last one's first pass to come back, the last for its first
-    to arrive: (stages - 1) passes of (count + stages - 1). Sources: Huang et al., GPipe (arXiv 1811.06965), section
-    2.3; Narayanan et al., Megatron-LM (arXiv 2104.04473), section 2.2.
-    """
-    return (stages - 1) / (count + stages - 1)
-
-
 def idle_slots(schedule: str, stages: int, count: int) -> float:
     """Share of a pipeline's time in which stages wait, by its order: forward passes take a slot, backward ones two."""
     orders = [deque(order_of(schedule, stage, stages, count)) for stage in range(stages)]

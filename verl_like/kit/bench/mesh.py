@@ -27,13 +27,14 @@ from verl_like.engine import microbatch
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.engine.microbatch import computed_tokens
 from verl_like.kit.bench.bars import bar
-from verl_like.kit.bench.bubble import bubble, idle_share, idle_slots, timed_passes
+from verl_like.kit.bench.bubble import idle_share, idle_slots, timed_passes
 from verl_like.kit.bench.inputs import grouped_rows
 from verl_like.kit.bench.phase import POLICY, Job, build_job, share_of_rank
 from verl_like.kit.bench.ranks import on_ranks
 from verl_like.kit.bench.report import Report, Row, check_comparable, finish
 from verl_like.kit.bench.shapes import MODELS, BenchError, Workload
 from verl_like.kit.bench.wires import Wires, by_axis, least_bytes
+from verl_like.kit.forecast.traffic import bubble
 from verl_like.models.lora_experts import stacks_of
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.parallel.mesh import SplitAxis

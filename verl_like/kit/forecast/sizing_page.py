@@ -18,7 +18,7 @@ from verl_like.kit.forecast.memory import (
     largest_share,
     tokens_of,
 )
-from verl_like.kit.forecast.traffic import update_bytes
+from verl_like.kit.forecast.traffic import bubble, update_bytes
 from verl_like.kit.speed.roofline import RunShape, generation_floor, phase_flops, sync_floor
 from verl_like.models.cost import ModelCost
 from verl_like.models.memory import Shape, cache_token_bytes
@@ -245,7 +245,7 @@ def _meshes(config: PPOConfig) -> Iterator[str]:
         role, stages = roles_of(tried)[ACTOR], sizes.get("pipeline", 1)
         count = tokens_of(tried, role, "update", world, row)[1]
         own = sum(parts[part] for part in ("actor weights", "gradients", "actor optimizer"))
-        idle = f"{(stages - 1) / (count + stages - 1):.0%}" if stages > 1 else ""
+        idle = f"{bubble(stages, count):.0%}" if stages > 1 else ""
         mesh = ", ".join(f"{axis} {n}" for axis, n in sizes.items()) or "FSDP alone"
         cells = [f"{sent[axis] / 1e9:,.0f}" if axis in sent else "" for axis in axes]
         told = [name, str(world), mesh, f"{own / GIB:.1f}", f"{sum(parts.values()) / GIB:.1f}", idle, *cells]

@@ -52,5 +52,15 @@ def by_axis(
     return found
 
 
+def bubble(stages: int, count: int) -> float:
+    """The least share for `count` equal micro-batches, of GPipe and 1F1B alike.
+
+    A stage works at all of them; the first waits for the last one's first pass to come back, the last for its first
+    to arrive: (stages - 1) passes of (count + stages - 1). Sources: Huang et al., GPipe (arXiv 1811.06965), section
+    2.3; Narayanan et al., Megatron-LM (arXiv 2104.04473), section 2.2.
+    """
+    return (stages - 1) / (count + stages - 1)
+
+
 def _share(ranks: int) -> float:
     return (ranks - 1) / ranks
