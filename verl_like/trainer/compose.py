@@ -35,7 +35,17 @@ from verl_like.config.engines import AUTO, is_installed, preferred
 from verl_like.config.errors import ConfigError, raise_if_any
 from verl_like.config.parser import meant
 from verl_like.config.rules import check
-from verl_like.config.schema import find_key, from_dict, get_value, keys, of_no_home, sections, suggest, to_dict
+from verl_like.config.schema import (
+    find_key,
+    from_dict,
+    get_value,
+    keys,
+    of_no_home,
+    sections,
+    suggest,
+    to_dict,
+    value_at,
+)
 from verl_like.config.spellings import Change, canonical, refusal, renamed
 from verl_like.models.adapter_config import adapter_settings
 from verl_like.models.location import weight_bytes
@@ -140,14 +150,8 @@ def _sources(key: str, text: Any) -> list[str]:
 def _interpolations() -> dict[str, str]:
     """Map the keys that follow others before the user sets any to their text in the YAML files."""
     plain = OmegaConf.to_container(_base(()), resolve=False)
-    found = {key: _leaf(plain, key) for key in keys()}
+    found = {key: value_at(plain, key) for key in keys()}
     return {key: text for key, text in found.items() if isinstance(text, str) and "${" in text}
-
-
-def _leaf(tree: Any, key: str) -> Any:
-    for name in key.split("."):
-        tree = tree.get(name) if isinstance(tree, dict) else None
-    return tree
 
 
 def compose_tree(overrides: Overrides, yaml_files: Sequence[str | Path]) -> tuple[DictConfig, list[Change], list[str]]:
@@ -273,7 +277,7 @@ def _corrected(tree: DictConfig, changes: Sequence[Change]) -> list[str]:
     """
     key = "algorithm.rollout_correction.rollout_is"
     written = OmegaConf.to_container(tree.trainer, resolve=False)
-    if _leaf(written, "mode") == "sync" or any(key == change.key for change in changes):
+    if value_at(written, "mode") == "sync" or any(key == change.key for change in changes):
         return []
     if not uncorrected(to_config(tree)):
         return []
@@ -307,7 +311,7 @@ def to_config(tree: DictConfig) -> PPOConfig:
     except ConfigError as error:  # what a key takes over from another is that one's fault
         written = OmegaConf.to_container(tree, resolve=False)
         told = {text.partition("=")[0]: text for text in error.problems}
-        own = [text for key, text in told.items() if told.keys().isdisjoint(_sources(key, _leaf(written, key)))]
+        own = [text for key, text in told.items() if told.keys().isdisjoint(_sources(key, value_at(written, key)))]
         raise ConfigError(own) from error
 
 
