@@ -2,8 +2,8 @@
 
 A part is a row of registry.txt, `module:name`, until a run needs it; then `user_code` loads it, as it loads code of the
 user's own. So the trainer runs without a plugin that it does not use, and a plugin's imports cost nothing before.
-Graders (`rewards/graders.py`), engines (`config/engines.py`) and verbs (`cli/main.py`) have tables of their own, whose
-rows say more than a place.
+Graders (`rewards/graders.txt`), engines (`config/engines.py`) and verbs (`cli/verbs.txt`) have tables of their own,
+whose rows say more than a place.
 """
 
 from __future__ import annotations
