@@ -184,15 +184,6 @@ def get_value(config: PPOConfig, path: str) -> Any:
     return value
 
 
-def value_at(tree: Any, path: str, default: Any = None) -> Any:
-    """The value at a dotted path of plain nested dictionaries; the default where the path ends early."""
-    for part in path.split("."):
-        if not isinstance(tree, dict) or part not in tree:
-            return default
-        tree = tree[part]
-    return tree
-
-
 def from_dict(tree: dict[str, Any]) -> PPOConfig:
     """Build the dataclasses from plain nested dictionaries; ConfigError lists the faults of all sections at once."""
     problems: list[str] = []

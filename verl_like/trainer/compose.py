@@ -35,22 +35,12 @@ from verl_like.config.engines import AUTO, is_installed, preferred
 from verl_like.config.errors import ConfigError, raise_if_any
 from verl_like.config.parser import meant
 from verl_like.config.rules import check
-from verl_like.config.schema import (
-    find_key,
-    from_dict,
-    get_value,
-    keys,
-    of_no_home,
-    sections,
-    suggest,
-    to_dict,
-    value_at,
-)
+from verl_like.config.schema import find_key, from_dict, get_value, keys, of_no_home, sections, suggest, to_dict
 from verl_like.config.spellings import Change, canonical, refusal, renamed
 from verl_like.models.adapter_config import adapter_settings
 from verl_like.models.location import weight_bytes
 from verl_like.observe.redaction import HIDDEN, redacted_tree
-from verl_like.observe.run_folder import flat
+from verl_like.observe.run_folder import flat, value_at
 from verl_like.registry import PARTS, part
 from verl_like.text import one_line
 from verl_like.trainer.stages_asked import asked_by_megatron, taken_back

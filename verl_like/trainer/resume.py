@@ -20,8 +20,9 @@ from verl_like.cluster.worker_group import new_run_id
 from verl_like.config import PPOConfig, TrainerConfig
 from verl_like.config.errors import raise_if_any
 from verl_like.config.roles import RoleConfig, roles_of
-from verl_like.config.schema import keys, to_dict, value_at
+from verl_like.config.schema import keys, to_dict
 from verl_like.observe.redaction import redacted_tree
+from verl_like.observe.run_folder import value_at
 from verl_like.registry import part
 from verl_like.remote_storage import RemoteFolder, is_remote
 from verl_like.small_files import parse_object, read_object, read_yaml

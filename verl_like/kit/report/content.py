@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl_like.config.schema import keys, value_at
+from verl_like.config.schema import keys
 from verl_like.observe.health import Verdict
 from verl_like.observe.redaction import HIDDEN, is_secret, redacted_text
-from verl_like.observe.run_folder import SAMPLES, STEP_PROOF, Run, flat, records
+from verl_like.observe.run_folder import SAMPLES, STEP_PROOF, Run, flat, records, value_at
 from verl_like.observe.samples import encodable
 
 MOST_SAMPLE_BYTES = 8_000_000  # of responses in a report; the folder holds more
