@@ -1,8 +1,9 @@
 """Text that every encoder takes, though JSON may hold half of a surrogate pair, as a cut emoji leaves it; errors as
-text."""
+text; tables in text files."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 
@@ -22,3 +23,9 @@ def one_line(error: BaseException) -> str:
     words = " ".join(f"{type(error).__name__}: {error}".split())
     whole_sentences = words[:300].rpartition(". ")[0]
     return whole_sentences if len(words) > 300 and len(whole_sentences) > 150 else words[:300]
+
+
+def table_rows(text: str) -> list[list[str]]:
+    """Cells of the rows of a table, with bars between them. A row goes on in indented lines; # begins a comment."""
+    rows = re.sub(r"\n +", " ", re.sub(r"(?m)^#.*\n", "", text))
+    return [[cell.strip() for cell in row.split("|")] for row in rows.splitlines() if row]

@@ -14,11 +14,11 @@ import pytest
 
 from tests.architecture.source import Source, package_sources, parse
 
-MOST_LINES = {"core": 36_090, "plugins": 16_080, "kit": 12_220}  # of code, by ring
+MOST_LINES = {"core": 35_645, "plugins": 16_040, "kit": 11_685}  # of code, by ring
 MOST_SMALL_FILES = {
-    "core": 34,
+    "core": 36,
     "plugins": 38,
-    "kit": 19,
+    "kit": 17,
 }  # with fewer than SMALL lines of any kind, __init__.py left out
 SMALL = 60
 _PROSE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

@@ -47,7 +47,7 @@ ALLOWED: dict[str, set[str]] = {
     "registry": {"user_code"},
     "user_code": set(),
     "services": {"live_metrics", "user_code", "heartbeat"},
-    "config": {"user_code"},
+    "config": {"text", "user_code"},
     "ending": set(),
     "gc_settings": set(),
     "live_metrics": set(),
@@ -97,7 +97,6 @@ ALLOWED: dict[str, set[str]] = {
     **dict.fromkeys(
         ("kit.explaining", "kit.export", "kit.forecast", "kit.readback", "kit.replaying", "kit.report"), KIT_LEVEL
     ),
-    **dict.fromkeys(("kit.twin", "kit.why"), KIT_LEVEL),
     **dict.fromkeys(
         (
             "kit.bench",

@@ -30,9 +30,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from tests.twin import cuda_lines, kernels
-from verl_like.kit.twin import stand_in
-from verl_like.kit.twin.stand_in import Card, Lane
+from tests.twin import cuda_lines, kernels, stand_in
+from tests.twin.stand_in import Card, Lane
 
 CPU = torch.device("cpu")
 # operations that take tensors of two places on a card too
@@ -157,7 +156,7 @@ def _freed(key: int, block: Block) -> None:
 
 def _check(uses: dict[Lane, int], lane: Lane, what: str) -> None:
     if any(lane.seen.get(other, 0) < step for other, step in uses.items() if other is not lane):
-        stack = [f for f in traceback.extract_stack() if "/verl_like/" in f.filename and "/kit/twin/" not in f.filename]
+        stack = [f for f in traceback.extract_stack() if "/verl_like/" in f.filename and "/tests/" not in f.filename]
         where = f"{stack[-1].filename.rpartition('/verl_like/')[2]}:{stack[-1].lineno}" if stack else "elsewhere"
         _faults.append(f"{where}: {what} while another stream uses it")
 

@@ -16,9 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.twin import step
-from verl_like.kit.twin import stand_in, world
-from verl_like.kit.twin.mode import Collective, Twin
+from tests.twin import stand_in, step, world
+from tests.twin.mode import Collective, Twin
 
 _TIMEOUT_S = 30.0  # of ranks that wait for each other
 

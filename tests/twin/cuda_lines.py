@@ -121,8 +121,6 @@ def cuda_lines() -> dict[str, dict[int, str]]:
     found = {}
     for path in sorted((ROOT / "verl_like").rglob("*.py")):
         name = str(path.relative_to(ROOT))
-        if name.startswith("verl_like/kit/twin/"):
-            continue
         text = path.read_text(encoding="utf-8")
         if "cuda" in text or name in WHOLE:
             lines = _Finder(name, ast.parse(text)).lines

@@ -5,7 +5,7 @@ Each case has a process of its own, forked from this one, which has everything i
 
 from __future__ import annotations
 
-from verl_like.kit.twin import native
+from tests.twin import native
 
 if __name__ == "__main__":
     native.load()

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from tests.twin import others
+from tests.twin.mode import Counts, Twin
 from verl_like.algorithms.minibatch import denominators_of
 from verl_like.batch import Denominators, Experience
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.roles import ACTOR, CRITIC, REF, REWARD
 from verl_like.engine import packing_check
 from verl_like.kit.forecast.memory import Machine, forecast
-from verl_like.kit.twin.mode import Counts, Twin
 from verl_like.models.cost import ModelCost
 from verl_like.models.loading import load_hf_config
 from verl_like.models.memory import Shape

@@ -81,6 +81,6 @@ with FakeTensorMode() as mode:
 
 @pytest.mark.parametrize("text", [_WAITS, _MEMORY, _THREADS, _FAKE], ids=["waits", "memory", "threads", "fake"])
 def test_the_stand_in_knows(text: str) -> None:
-    start = "import torch\nfrom verl_like.kit.twin import stand_in\ncard = stand_in.install(2, capacity=10_000)\n"
+    start = "import torch\nfrom tests.twin import stand_in\ncard = stand_in.install(2, capacity=10_000)\n"
     done = subprocess.run([sys.executable, "-c", start + text], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

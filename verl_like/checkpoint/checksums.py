@@ -75,17 +75,15 @@ def find_faults(checkpoint: Path, folders: Sequence[str], *, top: bool = True) -
         return [str(error)]
     if wrong := [name for name, value in sums.items() if not (isinstance(value, dict) and value.keys() == _SUM)]:
         return [f"{checkpoint / CHECKSUMS_FILE} is damaged: {wrong[0]!r:.80} has no size and checksum"]
-    wanted = {name: value for name, value in sums.items() if _folder(name) in folders or (top and "/" not in name)}
+    wanted = {
+        name: value for name, value in sums.items() if name.rpartition("/")[0] in folders or (top and "/" not in name)
+    }
     faults = [fault for name, value in wanted.items() if (fault := _wrong_size(checkpoint / name, value))]
     if faults:  # no need to read the others
         return faults
     with ThreadPoolExecutor(_THREADS) as threads:
         found = threads.map(lambda name: _wrong_sum(checkpoint / name, wanted[name]), wanted)
         return [fault for fault in found if fault]
-
-
-def _folder(name: str) -> str:
-    return name.rpartition("/")[0]
 
 
 def _wrong_size(path: Path, expected: Sum) -> str | None:

@@ -64,7 +64,10 @@ class RunLock:
             holder = _read(self.path)
             if holder is not None:
                 if self._is_alive(holder):
-                    raise RunLocked(self._refusal(holder))
+                    raise RunLocked(
+                        f"trainer.default_local_dir={str(self.path.parent)!r} belongs to a live run ({_name(holder)}). "
+                        "Set another trainer.default_local_dir (or trainer.experiment_name), or end that run first"
+                    )
                 log.warning("the run that held %s is gone (%s): taken over", self.path.parent, _name(holder))
             self._write()
         self._heart.start()
@@ -101,12 +104,6 @@ class RunLock:
             if _touched(self.path) != before:
                 return True
         return False
-
-    def _refusal(self, holder: Holder) -> str:
-        return (
-            f"trainer.default_local_dir={str(self.path.parent)!r} belongs to a live run ({_name(holder)}). Set another "
-            "trainer.default_local_dir (or trainer.experiment_name), or end that run first"
-        )
 
     def _write(self) -> None:
         write_atomically(self.path, json.dumps(self.own))

@@ -91,7 +91,7 @@ def raise_for(
     cause = likely_cause(failures)
     others = [failure for failure in failures if failure is not cause]
     lines = [cause.line(world_size, name)]
-    lines += [f"  also: {_first_line(other.line(world_size, name))}" for other in others]
+    lines += [f"  also: {other.line(world_size, name).splitlines()[0]}" for other in others]
     kind = WorkerDied if cause.kind in _LOST else WorkerError
     raise kind(
         "\n".join(lines),
@@ -121,7 +121,3 @@ def _exit_detail(text: str) -> str:
             text = text[text.index(mark) :].removeprefix("Worker exit detail:").strip()
             break
     return " ".join(text.split())
-
-
-def _first_line(text: str) -> str:
-    return text.splitlines()[0] if text else text

@@ -8,12 +8,12 @@ known of it. Standard library only.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from verl_like.text import table_rows
 from verl_like.user_code import load
 
 KL_MENU = "algorithm.kl_penalty / actor.kl_loss_type"
@@ -119,8 +119,7 @@ def _menu(kind: type[Row]) -> dict[str, Row]:
     """Read the rows below a class's heading, by name."""
     text = _TEXT.partition(f"\n[{kind.__name__}]\n")[2].partition("\n[")[0]
     rows: dict[str, Row] = {}
-    for line in re.sub(r"\n +", " ", text).strip().splitlines():
-        names, code, traits, *cells = (cell.strip() for cell in line.split("|"))
+    for names, code, traits, *cells in table_rows(text):
         given: dict[str, Any] = {}
         for trait in filter(None, traits.split("; ")):
             key, _, value = trait.partition("=")

@@ -70,16 +70,13 @@ def _others(config: PPOConfig) -> list[Pool]:
     return pools
 
 
-def _roles_named(config: PPOConfig) -> set[str]:
-    return {role for pool in _named(config) for role in pool.roles}
-
-
 def _named(config: PPOConfig) -> list[Pool]:
     return [pool for pool in named_pools(config.trainer.placement) if pool.name != MAIN_POOL]
 
 
 def _rollout_has_own_keys(config: PPOConfig) -> bool:
-    return not config.actor_rollout_ref.hybrid_engine and ROLLOUT not in _roles_named(config)
+    named = {role for pool in _named(config) for role in pool.roles}
+    return not config.actor_rollout_ref.hybrid_engine and ROLLOUT not in named
 
 
 def is_apart(config: PPOConfig, role: str) -> bool:

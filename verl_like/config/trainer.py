@@ -3,6 +3,7 @@
 import difflib
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from verl_like.config.base import (
@@ -19,15 +20,12 @@ from verl_like.config.base import (
     such_that,
 )
 from verl_like.config.pools import MAIN_POOL, PlacementError, named_pools
+from verl_like.text import table_rows
 from verl_like.user_code import FORMS, is_reference
 
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab", "trackio")
-HEALTH_RULES = (  # those of observe/health.py, in its order
-    *("mismatch_drift", "entropy_collapse", "reward_saturation", "score_fell", "groups_without_signal"),
-    *("length_growth", "truncated_responses", "clip_storm", "policy_jump", "gradient_spikes", "skipped_updates"),
-    *("numbers_not_finite", "stale_weights", "weights_that_do_not_move", "duplicates", "failed_rewards"),
-    *("lost_responses", "memory_growth"),
-)
+HEALTH = table_rows(Path(__file__).with_name("health.txt").read_text(encoding="utf-8"))  # for observe/health.py
+HEALTH_RULES = tuple(row[0].replace(" ", "_") for row in HEALTH)
 _HEALTH_ACTIONS = ("warn", "stop", "off")
 _CONTROLLER_NSIGHT = {"trace": "cuda,nvtx,cublas,ucx", "cuda-memory-usage": "true", "cuda-graph-trace": "graph"}
 _WORKER_NSIGHT = {**_CONTROLLER_NSIGHT, "capture-range": "cudaProfilerApi", "capture-range-end": None, "kill": "none"}

@@ -9,38 +9,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-_CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-_QWEN_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
-
-# Formats are those of the models' own cards; checked against the Qwen2.5 tokenizer's template in the tests.
+# Formats are those of the models' own cards; checked against the Qwen2.5 tokenizer's template in the tests. r1_zero is
+# a conversation written out for base models, in the manner of DeepSeek-R1-Zero (arXiv 2501.12948, table 1).
 TEMPLATES: dict[str, str] = {
-    "chatml": _CHATML,
-    "qwen2_5": (
-        "{% if messages[0]['role'] != 'system' %}<|im_start|>system\n"
-        f"{_QWEN_SYSTEM}<|im_end|>\n{{% endif %}}{_CHATML}"
-    ),
-    "llama3": (
-        "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n"
-        "{{ m['content'] | trim }}<|eot_id|>{% endfor %}"
-        "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
-    ),
-    "gemma": (
-        "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ 'model' if m['role'] == 'assistant' else 'user' }}\n"
-        "{{ m['content'] | trim }}<end_of_turn>\n{% endfor %}"
-        "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
-    ),
-    # A conversation written out for base models, in the manner of DeepSeek-R1-Zero (arXiv 2501.12948, table 1).
-    "r1_zero": (
-        "A conversation between User and Assistant. The User asks a question, and the Assistant solves it. The "
-        "Assistant first thinks about the reasoning process and then gives the answer. The reasoning process is "
-        "enclosed in <think> </think> and the answer in <answer> </answer>.\n"
-        "{% for m in messages %}{% if m['role'] == 'system' %}{{ m['content'] }}\n"
-        "{% elif m['role'] == 'user' %}User: {{ m['content'] }}\n{% else %}Assistant: {{ m['content'] }}\n"
-        "{% endif %}{% endfor %}{% if add_generation_prompt %}Assistant: <think>{% endif %}"
-    ),
+    path.stem: path.read_text(encoding="utf-8").rstrip("\n") for path in Path(__file__).with_suffix("").glob("*.jinja")
 }
 
 SYSTEM_PROMPTS: dict[str, str] = {

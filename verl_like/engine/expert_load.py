@@ -47,11 +47,6 @@ class ExpertLoad:
                 load._biases += [(owner, leaf) for leaf in owner._buffers if is_router_bias(leaf)]
         return load
 
-    @property
-    def has_biases(self) -> bool:
-        """True where a bias corrects the choice of experts in every layer that is counted."""
-        return len(self._biases) == len(self._counts_LE)
-
     @torch.no_grad()
     def correct_biases(self, rate: float) -> None:
         """Move each bias by `rate`, up where an expert had fewer tokens than the mean, down where more.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from torch import Tensor
 
 from verl_like.checkpoint.layout import step_dir, whole_checkpoints
@@ -25,41 +26,7 @@ RECORDED = "recorded"
 _STAGES = ("rollouts", "scores", "evaluated", "experience")  # of a step, in this order
 _ABSENT = "not there"
 _ALWAYS = ("pg_loss", "vf_loss", "grad_norm", "kl_loss", "entropy")  # told also where they are the same
-# One process, no engine, nothing kept; what splits a model or its rows among processes cannot stay.
-_ALONE = {
-    "trainer.launcher": "local",
-    "trainer.nnodes": 1,
-    "trainer.n_gpus_per_node": 1,
-    "trainer.placement": "{}",
-    "actor_rollout_ref.hybrid_engine": True,
-    "reward_model.enable_resource_pool": False,
-    **{f"{role}.ulysses_sequence_parallel_size": 1 for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref")},
-    "critic.ulysses_sequence_parallel_size": 1,
-    **{
-        f"{section}.fsdp_config.{axis}_parallel_size": 1
-        for section in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic.model")
-        for axis in ("tensor", "context", "expert")
-    },
-    "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
-}
-_ONCE = {
-    "actor_rollout_ref.rollout.name": "recorded",
-    "trainer.log_dir": "null",
-    "trainer.logger": "[]",
-    "trainer.val_before_train": False,
-    "trainer.record_freq": 1,
-    "trainer.max_actor_ckpt_to_keep": "null",
-    "trainer.max_critic_ckpt_to_keep": "null",
-    "trainer.best_metric": "null",
-    "trainer.early_stop_patience": "null",
-    "trainer.default_hdfs_dir": "null",
-    "trainer.del_local_ckpt_after_load": False,
-    "trainer.rollout_data_dir": "null",
-    "trainer.validation_data_dir": "null",
-    "trainer.profile_steps": "null",
-    "trainer.prometheus_port": "null",
-    **dict.fromkeys(("trainer.save_freq", "trainer.test_freq", "trainer.sample_freq", "trainer.report_freq"), -1),
-}
+_SETTINGS: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +52,7 @@ def replay_config(run: Path, step: int, overrides: Sequence[str], out: str) -> P
     file, tree = read_configuration(run)
     root = Path(tree["trainer"]["default_local_dir"]).expanduser()
     root = root if root.is_dir() else run
-    settings = _ALONE | _ONCE | {"trainer.default_local_dir": out, "trainer.resume_mode": "disable"}
+    settings = _SETTINGS | {"trainer.default_local_dir": out, "trainer.resume_mode": "disable"}
     settings["actor_rollout_ref.rollout.skip_dump_dir"] = str(run / RECORDED)
     if step > 1:
         before = step_dir(root, step - 1)

@@ -1,14 +1,17 @@
 """Health of a run: named rules over its metrics, each with the metrics it reads, its threshold and its verdict.
 
 Pure: a history of metrics goes in, verdicts come out; the report shows them, and tests plant histories for each rule.
-Thresholds are meant to stay silent in runs that learn; each is a number in `RULES`, with the reason beside it.
+Thresholds are meant to stay silent in runs that learn; each is a number in config/health.txt, with the reason above it.
 """
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from verl_like.config.trainer import HEALTH
 
 History = Mapping[int, Mapping[str, float]]  # step -> metrics, in step order
 WINDOW = 10  # steps with the rule's metrics that count as "now"
@@ -31,8 +34,8 @@ class Rule:
     means: str  # with {threshold}
     needed: int
     fix: str
-    find: Callable[[Sequence[tuple[int, float]], float], list[int]] = above
-    show: Mapping[str, str] = field(default_factory=dict)  # how the rollout browser finds rows that show it
+    find: Callable[[Sequence[tuple[int, float]], float], list[int]]
+    show: Mapping[str, str]  # how the rollout browser finds rows that show it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,169 +95,25 @@ def fallen(values: Sequence[tuple[int, float]], threshold: float) -> list[int]:
     return found
 
 
-RULES: tuple[Rule, ...] = (
-    Rule(
-        name="mismatch drift",
-        metrics=("training/rollout_probs_diff_mean",),
-        threshold=0.02,  # bfloat16 engines stay below 0.01
-        means="trainer and rollout engine give the sampled tokens probabilities that differ by more than {threshold}",
-        needed=3,
-        fix="look at rollout.dtype, top_p and top_k; algorithm.rollout_correction corrects for it",
-        show={"sort": "gap"},
-    ),
-    Rule(
-        name="entropy collapse",
-        metrics=("actor/entropy",),
-        threshold=0.05,  # tasks with one right answer end at a tenth of where they began, and learn to the end
-        means="the policy's entropy is under {threshold:.0%} of where it started: nothing new is tried any more",
-        find=below_start,
-        needed=5,
-        fix="lower the learning rate, raise actor.clip_ratio_high or actor.entropy_coeff",
-        show={"color": "entropy"},
-    ),
-    Rule(
-        name="reward saturation",
-        metrics=("score_share",),
-        threshold=0.98,
-        means="the mean score is above {threshold:.0%} of the best score: there is little left to learn here",
-        needed=5,
-        fix="stop here, or go on with harder prompts",
-        show={"sort": "score"},
-    ),
-    Rule(
-        name="score fell",
-        metrics=("critic/score/mean",),
-        threshold=0.5,
-        means="the mean score of ten steps lost more than {threshold:.0%} of what the run had gained",
-        find=fallen,
-        needed=3,
-        fix="go back to the best checkpoint, with a lower learning rate or a KL term (actor.use_kl_loss)",
-        show={"sort": "score"},
-    ),
-    Rule(
-        name="groups without signal",
-        metrics=("critic/group_zero_std_fraction",),
-        threshold=0.9,
-        means="more than {threshold:.0%} of the prompts got the same score for all responses: they teach nothing",
-        needed=5,
-        fix="choose prompts nearer to the model's level, raise rollout.n, or algorithm.filter_groups.enable=True",
-        show={"sort": "group"},
-    ),
-    Rule(
-        name="length growth",
-        metrics=("response_length/mean",),
-        threshold=3.0,
-        means="responses are more than {threshold:g} times as long as at the start",
-        find=above_start,
-        needed=5,
-        fix="read the longest ones; reward_model.overlong_buffer, or actor.loss_agg_mode=token-mean",
-        show={"sort": "response_tokens"},
-    ),
-    Rule(
-        name="truncated responses",
-        metrics=("response_length/clip_ratio",),
-        threshold=0.25,
-        means="more than {threshold:.0%} of the responses are cut off by a length limit before their end",
-        needed=5,
-        fix="raise data.max_response_length, or punish length: reward_model.overlong_buffer",
-        show={"outcome": "truncated"},
-    ),
-    Rule(
-        name="clip storm",
-        metrics=("actor/pg_clipfrac",),
-        threshold=0.3,
-        means="more than {threshold:.0%} of the tokens are clipped: updates go too far from what was sampled",
-        needed=3,
-        fix="lower the learning rate or the number of updates per batch",
-    ),
-    Rule(
-        name="policy jump",
-        metrics=("actor/ppo_kl",),
-        threshold=0.2,
-        means="the policy moves more than {threshold:g} nats a token within one batch",
-        needed=2,
-        fix="lower the learning rate or the number of updates per batch",
-    ),
-    Rule(
-        name="gradient spikes",
-        metrics=("actor/grad_norm",),
-        threshold=10.0,
-        means="the gradient's norm is more than {threshold:g} times its usual size",
-        find=spikes,
-        needed=1,
-        fix="look at the rows of that step; actor.grad_clip bounds the damage",
-    ),
-    Rule(
-        name="skipped updates",
-        metrics=("actor/skipped_steps", "critic/skipped_steps"),
-        threshold=0.0,
-        means="updates were skipped because their gradient was not finite",
-        needed=1,
-        fix="look at the gradient norms and rewards before; lower the learning rate",
-    ),
-    Rule(
-        name="numbers not finite",
-        metrics=("training/not_finite", "training/rollout_log_probs_nonfinite"),
-        threshold=0.0,
-        means="metrics of actor or critic, or log-probs of the rollout engine, are NaN or infinite",
-        needed=1,
-        fix="look for the first of them in metrics.jsonl (null there), and at the rewards of that step",
-    ),
-    Rule(
-        name="stale weights",
-        metrics=("training/weight_staleness",),
-        threshold=1.0,
-        means="tokens were sampled by weights more than {threshold:g} version older than the newest that sampled",
-        needed=3,
-        fix="check that this much staleness is meant, and that algorithm.rollout_correction is on",
-        show={"color": "weight_version"},
-    ),
-    Rule(
-        name="weights that do not move",
-        metrics=("weight_sync/num_changed",),
-        threshold=0.0,
-        means="the rollout engine got the same weights again: the update changed nothing",
-        find=at_zero,
-        needed=3,
-        fix="look at actor/lr and actor/grad_norm; a rollout dtype may be too coarse for so small a learning rate",
-    ),
-    Rule(
-        name="duplicates",
-        metrics=("long_duplicates",),
-        threshold=0.5,
-        means="more than {threshold:.0%} of the responses repeat another one to the same prompt word for word",
-        needed=5,
-        fix="raise rollout.temperature, and look at the entropy",
-        show={"sort": "group"},
-    ),
-    Rule(
-        name="failed rewards",
-        metrics=("reward/failure_fraction",),
-        threshold=0.01,
-        means="more than {threshold:.0%} of the rewards could not be computed",
-        needed=1,
-        fix="repair the reward function; verl_like.log names the rows",
-        show={"outcome": "grader_error"},
-    ),
-    Rule(
-        name="lost responses",
-        metrics=("response/aborted_ratio",),
-        threshold=0.01,
-        means="more than {threshold:.0%} of the responses are empty or were called off",
-        needed=1,
-        fix="look at the worker's log; an empty response may also be a model that ends at once",
-        show={"outcome": "aborted"},
-    ),
-    Rule(
-        name="memory growth",
-        metrics=("perf/cpu_memory_used_gb",),
-        threshold=1.5,
-        means="the machine has {threshold:g} times as much memory in use as at the start",
-        find=above_start,
-        needed=10,  # a short peak, or another program's, is none
-        fix="see which process grows (ps, top): reward functions and tools that keep what they see are the usual ones",
-    ),
-)
+_FINDERS = {finder.__name__: finder for finder in (above, at_zero, below_start, above_start, spikes, fallen)}
+
+
+def _rule(name: str, metrics: str, question: str, show: str, means: str, fix: str) -> Rule:
+    """Read a row of config/health.txt."""
+    finder, threshold, needed = re.split("[:,] ", question)
+    return Rule(
+        name=name,
+        metrics=tuple(metrics.split()),
+        threshold=float(threshold),
+        means=means,
+        needed=int(needed),
+        fix=fix,
+        find=_FINDERS[finder],
+        show=dict(pair.split("=") for pair in show.split()),
+    )
+
+
+RULES = tuple(_rule(*row) for row in HEALTH)
 
 
 def check_health(history: History) -> list[Verdict]:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -31,35 +31,17 @@ _SPARK_STEPS = 32
 _ETA_STEPS = 20  # the estimate follows the mean of the latest steps, not of the whole run
 
 
-class Progress(Protocol):
-    """Observer of a run. It is also a `timing.PhaseObserver`: give it to the StepClock."""
-
-    def phase_started(self, name: str) -> None: ...
-
-    def phase_ended(self, name: str, seconds: float) -> None: ...
-
-    def step_finished(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show a finished step.
-
-        metrics: everything that the step logged; validation metrics are recognised by their names.
-        """
-
-    def close(self) -> None: ...
-
-
 def build_progress(
     *, enabled: bool, total_steps: int | None, first_step: int = 0, console: Console | None = None
-) -> ProgressDisplay | NoProgress:
+) -> ProgressDisplay:
     """The display that fits: nothing if not `enabled` (trainer.logger without console), else live or plain.
 
     `first_step`: the last finished step of a resumed run. `console` must be the one that logging uses;
     left out, it is `logs.driver_console()` on both sides.
     """
-    if not enabled:
-        return NoProgress()
     shown_on = console or driver_console()
-    display_class = LiveProgress if shown_on.is_terminal and not shown_on.is_dumb_terminal else PlainProgress
-    return display_class(RunState(total_steps, first_step), shown_on)
+    kind = LiveProgress if shown_on.is_terminal and not shown_on.is_dumb_terminal else PlainProgress
+    return (kind if enabled else ProgressDisplay)(RunState(total_steps, first_step), shown_on)
 
 
 class RunState:
@@ -124,25 +106,11 @@ class RunState:
         return f"step {self.step}/{self.total_steps}" if self.total_steps is not None else f"step {self.step}"
 
 
-class NoProgress:
-    """Shows nothing."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None: ...
-
-    def phase_started(self, name: str) -> None: ...
-
-    def phase_ended(self, name: str, seconds: float) -> None: ...
-
-    def step_finished(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class ProgressDisplay:
-    """Common part of both displays: keeps the state, and keeps drawing errors away from the run."""
+    """Display that shows nothing, and the part of others that keeps the state, and drawing errors away from the run.
+
+    It is also a `timing.PhaseObserver`: give it to the StepClock.
+    """
 
     def __init__(self, state: RunState, console: Console) -> None:
         self.state = state
@@ -165,6 +133,10 @@ class ProgressDisplay:
         self._guard(self._changed)
 
     def step_finished(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show a finished step.
+
+        metrics: everything that the step logged; validation metrics are recognised by their names.
+        """
         self.state.step_finished(step, metrics)
         self._guard(self._changed)
 

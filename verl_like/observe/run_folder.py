@@ -156,3 +156,12 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             found[prefix + name] = value
     return found
+
+
+def value_at(tree: Any, path: str, default: Any = None) -> Any:
+    """The value at a dotted path of plain nested dictionaries; the default where the path ends early."""
+    for part in path.split("."):
+        if not isinstance(tree, dict) or part not in tree:
+            return default
+        tree = tree[part]
+    return tree

@@ -320,8 +320,7 @@ class SampleStore:
         files = sorted(folder.glob("*/*.jsonl"))
         later = [path for path in files if resumed_at is None or step_of(path) > resumed_at]
         if later:
-            names = (folder.with_name(f"{folder.name}.{n}") for n in itertools.count(1))
-            aside = next(name for name in names if not name.exists())
+            aside = free_name(folder)
             for path in later:
                 target = aside / path.relative_to(folder)
                 target.parent.mkdir(parents=True, exist_ok=True)
@@ -331,11 +330,15 @@ class SampleStore:
     def write(self, part: str, step: int, samples: Sequence[Sample]) -> None:
         """Keep the records of a step. part: train or validation."""
         dump_samples(self.folder / part, step, samples)
-        thin_out(sorted((self.folder / "train").glob("*.jsonl")), self.max_bytes - self._size("validation"))
-        thin_out(sorted((self.folder / "validation").glob("*.jsonl")), self.max_bytes)
+        train, validation = (sorted((self.folder / name).glob("*.jsonl")) for name in ("train", "validation"))
+        thin_out(train, self.max_bytes - sum(path.stat().st_size for path in validation))
+        thin_out(validation, self.max_bytes)
 
-    def _size(self, part: str) -> int:
-        return sum(path.stat().st_size for path in (self.folder / part).glob("*.jsonl"))
+
+def free_name(path: Path) -> Path:
+    """Return the path with the first free number behind it, to set aside what is there."""
+    names = (path.with_name(f"{path.name}.{n}") for n in itertools.count(1))
+    return next(name for name in names if not name.exists())
 
 
 def step_of(path: Path) -> int:

@@ -5,7 +5,6 @@ A jsonl file is always written.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import os
@@ -25,7 +24,7 @@ from verl_like.config.trainer import LOGGERS
 from verl_like.observe.console import StepTable
 from verl_like.observe.redaction import redacted_tree
 from verl_like.observe.run_folder import METRICS
-from verl_like.observe.samples import Sample, samples_text, to_json
+from verl_like.observe.samples import Sample, free_name, samples_text, to_json
 from verl_like.registry import PARTS, part
 from verl_like.small_files import parse_object
 from verl_like.text import whole
@@ -270,7 +269,7 @@ def _append(path: Path, text: str) -> None:
 def _set_aside(path: Path) -> None:
     """Give a file of an earlier run the first free number, so that two runs do not mix."""
     if path.exists():
-        aside = _free_name(path)
+        aside = free_name(path)
         path.rename(aside)
         logger.info("%s of an earlier run is now %s", path, aside.name)
 
@@ -289,16 +288,11 @@ def _cut_steps_after(last_step: int, path: Path) -> None:
         kept += [line] * keeps
     if len(kept) == len(lines):
         return
-    aside, shortened = _free_name(path), path.with_name(f".{path.name}.{os.getpid()}")
+    aside, shortened = free_name(path), path.with_name(f".{path.name}.{os.getpid()}")
     shutil.copy2(path, aside)
     shortened.write_bytes(b"".join(kept))
     shortened.replace(path)
     logger.info("%s ends at step %d now, from where the run goes on; it is kept as %s", path, last_step, aside.name)
-
-
-def _free_name(path: Path) -> Path:
-    names = (path.with_name(f"{path.name}.{n}") for n in itertools.count(1))
-    return next(name for name in names if not name.exists())
 
 
 def _cut_unfinished_line(path: Path) -> None:

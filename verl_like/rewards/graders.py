@@ -2,7 +2,7 @@
 
 A grader has verl's signature: compute_score(data_source, solution_str, ground_truth, extra_info=None, **options) and
 gives a float or a dict with "score"; the dict's "pred" is what it extracted. To add one: a file with a `compute_score`,
-a line in GRADERS (and in _SOURCES, if a data source belongs to it), a test, a row in docs/rewards.md.
+a row in graders.txt, a test, a row in docs/rewards.md.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
+from verl_like.text import table_rows
 from verl_like.user_code import FORMS, is_reference, load
 
 Grader = Callable[..., Any]
@@ -25,63 +27,19 @@ _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 @dataclass(frozen=True, slots=True)
 class GraderEntry:
-    """Module of a grader, and the options that its name stands for."""
+    """Module of a grader, which is imported when it is first used, and the options that its name stands for."""
 
     module: str  # has a compute_score
     preset: Mapping[str, Any] = field(default_factory=lambda: _NO_OPTIONS)
     runs_programs: bool = False  # needs a sandbox
 
 
-# Modules are imported when first used, so that a worker which never sees a grader does not pay for its imports.
-_MATH, _TEXT = "verl_like.plugins.math_grading", "verl_like.plugins.text_grading"
-GRADERS: dict[str, GraderEntry] = {
-    "gsm8k": GraderEntry(f"{_MATH}.gsm8k"),
-    "gsm8k_flexible": GraderEntry(f"{_MATH}.gsm8k", {"method": "flexible"}),
-    "math": GraderEntry(f"{_MATH}.math_boxed"),
-    "math_dapo": GraderEntry(f"{_MATH}.math_dapo"),
-    "boxed": GraderEntry(f"{_MATH}.boxed"),
-    "think_answer_tags": GraderEntry(f"{_MATH}.think_answer"),
-    "geometry3k": GraderEntry(f"{_MATH}.geometry3k"),
-    "countdown": GraderEntry(f"{_MATH}.countdown"),
-    "arithmetic": GraderEntry(f"{_MATH}.arithmetic"),
-    "knights_and_knaves": GraderEntry(f"{_TEXT}.knights_and_knaves"),
-    "tool_call": GraderEntry(f"{_TEXT}.tool_call"),
-    "multiple_choice": GraderEntry(f"{_TEXT}.multiple_choice"),
-    "exact_match": GraderEntry(f"{_TEXT}.question_answering", {"metric": "exact"}),
-    "contains": GraderEntry(f"{_TEXT}.question_answering", {"metric": "contains"}),
-    "f1": GraderEntry(f"{_TEXT}.question_answering", {"metric": "f1"}),
-    "search_r1": GraderEntry(f"{_TEXT}.question_answering", {"metric": "exact", "answer_from": "tags"}),
-    "instruction": GraderEntry(f"{_TEXT}.instruction"),
-    "code": GraderEntry("verl_like.plugins.code_grading.code", runs_programs=True),
-}
-
-# grader -> data sources, or patterns of their names with *
-_SOURCES: dict[str, tuple[str, ...]] = {
-    "gsm8k": ("openai/gsm8k", "gsm8k"),
-    "math": (
-        *("lighteval/MATH", "lighteval/MATH-*", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"),
-        *("EleutherAI/hendrycks_math", "MATH", "MATH-500", "math500", "math_500", "numina_*", "AI-MO/NuminaMath*"),
-    ),
-    "math_dapo": (
-        *("math", "math_dapo*", "BytedTsinghua-SIA/DAPO-Math-17k", "BytedTsinghua-SIA/AIME-*"),
-        *("aime*", "HuggingFaceH4/aime_*"),
-    ),
-    "geometry3k": ("hiyouga/geometry3k",),
-    "countdown": ("countdown", "game24"),
-    "arithmetic": ("arithmetic",),
-    "knights_and_knaves": ("knights_and_knaves",),
-    "tool_call": ("tool_calls",),
-    "search_r1": ("searchR1_*",),
-    "f1": ("squad",),
-    "multiple_choice": ("cais/mmlu", "TIGER-Lab/MMLU-Pro", "Idavidrein/gpqa"),
-    "instruction": ("google/IFEval", "ifeval"),
-    "code": (
-        *("codecontests", "deepmind/code_contests", "apps", "taco", "codeforces", "livecodebench*"),
-        *("humaneval", "openai/openai_humaneval", "mbpp", "google-research-datasets/mbpp"),
-    ),
-}
-# data source or pattern -> grader. Exact names are looked up first, then patterns from the top.
-ROUTES: dict[str, str] = {source: grader for grader, sources in _SOURCES.items() for source in sources}
+GRADERS: dict[str, GraderEntry] = {}
+ROUTES: dict[str, str] = {}  # data source or pattern -> grader. Exact names are looked up first, then patterns in order
+for _name, _module, _options, _sources in table_rows(Path(__file__).with_suffix(".txt").read_text(encoding="utf-8")):
+    _programs, _pairs = _options == "programs", [pair.split("=") for pair in _options.split() if "=" in pair]
+    GRADERS[_name] = GraderEntry(f"verl_like.plugins.{_module}", dict(_pairs), _programs)
+    ROUTES |= dict.fromkeys(_sources.split(), _name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,7 +40,7 @@ from verl_like.config.spellings import Change, canonical, refusal, renamed
 from verl_like.models.adapter_config import adapter_settings
 from verl_like.models.location import weight_bytes
 from verl_like.observe.redaction import HIDDEN, redacted_tree
-from verl_like.observe.run_folder import flat
+from verl_like.observe.run_folder import flat, value_at
 from verl_like.registry import PARTS, part
 from verl_like.text import one_line
 from verl_like.trainer.stages_asked import asked_by_megatron, taken_back
@@ -140,14 +140,8 @@ def _sources(key: str, text: Any) -> list[str]:
 def _interpolations() -> dict[str, str]:
     """Map the keys that follow others before the user sets any to their text in the YAML files."""
     plain = OmegaConf.to_container(_base(()), resolve=False)
-    found = {key: _leaf(plain, key) for key in keys()}
+    found = {key: value_at(plain, key) for key in keys()}
     return {key: text for key, text in found.items() if isinstance(text, str) and "${" in text}
-
-
-def _leaf(tree: Any, key: str) -> Any:
-    for name in key.split("."):
-        tree = tree.get(name) if isinstance(tree, dict) else None
-    return tree
 
 
 def compose_tree(overrides: Overrides, yaml_files: Sequence[str | Path]) -> tuple[DictConfig, list[Change], list[str]]:
@@ -273,7 +267,7 @@ def _corrected(tree: DictConfig, changes: Sequence[Change]) -> list[str]:
     """
     key = "algorithm.rollout_correction.rollout_is"
     written = OmegaConf.to_container(tree.trainer, resolve=False)
-    if _leaf(written, "mode") == "sync" or any(key == change.key for change in changes):
+    if value_at(written, "mode") == "sync" or any(key == change.key for change in changes):
         return []
     if not uncorrected(to_config(tree)):
         return []
@@ -307,7 +301,7 @@ def to_config(tree: DictConfig) -> PPOConfig:
     except ConfigError as error:  # what a key takes over from another is that one's fault
         written = OmegaConf.to_container(tree, resolve=False)
         told = {text.partition("=")[0]: text for text in error.problems}
-        own = [text for key, text in told.items() if told.keys().isdisjoint(_sources(key, _leaf(written, key)))]
+        own = [text for key, text in told.items() if told.keys().isdisjoint(_sources(key, value_at(written, key)))]
         raise ConfigError(own) from error
 
 

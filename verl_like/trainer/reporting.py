@@ -15,7 +15,7 @@ from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.errors import RunStopped
 from verl_like.config.roles import ACTOR
 from verl_like.observe.health_watch import HealthWatch
-from verl_like.observe.live_display import Progress
+from verl_like.observe.live_display import ProgressDisplay
 from verl_like.observe.metrics import (
     domain_metrics,
     perf_metrics,
@@ -67,7 +67,7 @@ class Reporter:
         self,
         trainer: TrainerConfig,
         trackers: Trackers,
-        progress: Progress,
+        progress: ProgressDisplay,
         tokenizer: Decoder,
         *,
         max_prompt_length: int,

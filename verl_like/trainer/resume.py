@@ -22,6 +22,7 @@ from verl_like.config.errors import raise_if_any
 from verl_like.config.roles import RoleConfig, roles_of
 from verl_like.config.schema import keys, to_dict
 from verl_like.observe.redaction import redacted_tree
+from verl_like.observe.run_folder import value_at
 from verl_like.registry import part
 from verl_like.remote_storage import RemoteFolder, is_remote
 from verl_like.small_files import parse_object, read_object, read_yaml
@@ -170,7 +171,7 @@ def processes_text(path: Path, processes: int) -> str:
 
 def misfits(path: Path, saved: dict[str, Any], config: PPOConfig) -> list[str]:
     """List why a checkpoint does not fit the models of this configuration: key, value and fix of each reason."""
-    problems, then = [], _at(saved, "trainer.objective", config.trainer.objective)
+    problems, then = [], value_at(saved, "trainer.objective", config.trainer.objective)
     if then != config.trainer.objective:
         problems.append(
             f"trainer.objective={config.trainer.objective}, but {path} is of a run with {then}: begin with its model "
@@ -180,7 +181,7 @@ def misfits(path: Path, saved: dict[str, Any], config: PPOConfig) -> list[str]:
         problems.append(
             f"this run trains a critic (critic.enable={config.critic.enable}, algorithm.adv_estimator="
             f"{config.algorithm.adv_estimator}), but {path} holds none: go on with critic.enable=null and "
-            f"algorithm.adv_estimator={_at(saved, 'algorithm.adv_estimator', 'grpo')}, {_AFRESH}"
+            f"algorithm.adv_estimator={value_at(saved, 'algorithm.adv_estimator', 'grpo')}, {_AFRESH}"
         )
     for role in _trained(config):
         if (path / role.name).is_dir():
@@ -198,7 +199,7 @@ def _role_misfits(path: Path, role: RoleConfig, saved: dict[str, Any]) -> Iterat
         yield f"{key}, but {path / role.name} was saved without {', '.join(absent)}: leave that out"
     assert role.optim is not None
     optimizer = f"{role.section}.optim.optimizer"
-    then = _at(saved, optimizer, str(role.optim.optimizer))
+    then = value_at(saved, optimizer, str(role.optim.optimizer))
     if then != str(role.optim.optimizer) and "optimizer" in contents:
         yield (
             f"{optimizer}={role.optim.optimizer}, but {path} holds the states of {then}: set it back to {then}, or "
@@ -221,7 +222,7 @@ def _lora_misfits(path: Path, role: RoleConfig, saved: dict[str, Any]) -> list[s
     return [
         f"{role.model_section}.{name}={value}, but {path} was saved with {before}: set it again, {_AFRESH}"
         for name, value in now.items()
-        if rank and (before := _at(saved, f"{role.model_section}.{name}", value)) != value
+        if rank and (before := value_at(saved, f"{role.model_section}.{name}", value)) != value
     ]
 
 
@@ -230,7 +231,7 @@ def changed_keys(saved: dict[str, Any], config: PPOConfig) -> list[str]:
     saved, now = redacted_tree(saved, exact=True), redacted_tree(to_dict(config), exact=True)
     defaults, lines = to_dict(PPOConfig()), []
     for key in keys():
-        before, after = _at(saved, key, _at(defaults, key, None)), _at(now, key, None)
+        before, after = value_at(saved, key, value_at(defaults, key)), value_at(now, key)
         if before != after and key not in _OF_THE_RESUME:
             lines.append(f"{key}: {before} -> {after}")
     return lines
@@ -281,13 +282,3 @@ def _faults(path: Path, roles: Sequence[RoleConfig]) -> list[str]:
         return [f"{path / layout.STATE_FILE} is damaged: it is of step {state.get('step')!r:.60}"]
     parts = [f"{role.name}/{part}" for role in roles for part in _PARTS if part in role.checkpoint.load_contents]
     return find_faults(path, parts) or [fault for part in parts for fault in faults_of(path / part)]
-
-
-def _at(tree: dict[str, Any], key: str, default: Any) -> Any:
-    """Look up the value at a dotted path; the default where the path ends early."""
-    value: Any = tree
-    for name in key.split("."):
-        if not isinstance(value, dict) or name not in value:
-            return default
-        value = value[name]
-    return value

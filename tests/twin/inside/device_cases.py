@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
-from tests.twin import as_cpu
+from tests.twin import as_cpu, stand_in
 from tests.unit.rollout.test_step_loop import CountingEngine
 from tests.unit.rollout.test_vllm_sleep import Recorder
 from verl_like.cluster import local, resources
@@ -29,7 +29,6 @@ from verl_like.kit.bench import ranks
 from verl_like.kit.bench.meters import LiveBytes
 from verl_like.kit.bench.report import hardware
 from verl_like.kit.forecast import machine, memory
-from verl_like.kit.twin import stand_in
 from verl_like.models import attention
 from verl_like.models.attention_groups import Scoring, grouped_attention
 from verl_like.models.blocks import check_compiler

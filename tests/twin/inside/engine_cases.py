@@ -12,13 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.twin import as_cpu
+from tests.twin import as_cpu, stand_in
 from tests.unit.engine import tiny
 from tests.unit.engine.scenarios import gradients
 from verl_like.batch import Metric
 from verl_like.config.fsdp import FSDPConfig
 from verl_like.engine.fsdp import FSDPEngine
-from verl_like.kit.twin import stand_in
 from verl_like.models import attention_groups
 from verl_like.observe.memory import PhaseMemory, allocated_bytes
 from verl_like.parallel import activation_offload

@@ -92,8 +92,9 @@ def test_scripts_parse(script: Path) -> None:
 
 
 def messages() -> str:
-    """Every text of the package's sources, placeholders as an ellipsis, and adjacent parts joined."""
-    texts: list[str] = []
+    """Every text of the package's sources and tables, placeholders as an ellipsis, and adjacent parts joined."""
+    tables = [path.read_text(encoding="utf-8") for path in (ROOT / "verl_like").rglob("*.txt")]
+    texts = [re.sub(r"\{\w+[^}]*\}", "…", table) for table in tables]
     for path in (ROOT / "verl_like").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):

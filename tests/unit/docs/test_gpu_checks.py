@@ -74,7 +74,7 @@ def why_not(command: str) -> str:
     if verb is None:
         return f"no verb {words[2]}"
     parser = argparse.ArgumentParser(exit_on_error=False)
-    importlib.import_module(f"{verb.folder}.{verb.module or verb.name.replace('-', '_')}").add_arguments(parser)
+    importlib.import_module(verb.module).add_arguments(parser)
     try:
         parser.parse_args(words[3:])
     except (argparse.ArgumentError, SystemExit) as error:

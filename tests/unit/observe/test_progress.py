@@ -11,8 +11,8 @@ from rich.console import Console
 
 from verl_like.observe.live_display import (
     LiveProgress,
-    NoProgress,
     PlainProgress,
+    ProgressDisplay,
     RunState,
     build_progress,
     duration,
@@ -255,7 +255,7 @@ def test_the_display_fits_the_console() -> None:
     off = build_progress(enabled=False, total_steps=3, console=terminal(Screen()))
     for display in (plain, live, off):
         display.close()
-    assert [type(d) for d in (plain, live, off)] == [PlainProgress, LiveProgress, NoProgress]
+    assert [type(d) for d in (plain, live, off)] == [PlainProgress, LiveProgress, ProgressDisplay]
 
 
 def test_log_lines_and_display_share_one_console_by_default() -> None:

@@ -558,7 +558,7 @@ def test_the_written_yaml_composes_to_the_same(tmp_path: Path) -> None:
 
 def test_the_pages_about_other_projects_are_current() -> None:
     docs = Path(__file__).parents[3] / "docs"
-    old = [name for name, text in coming_from.pages().items() if (docs / name).read_text() != text]
+    old = [name for name, text in coming_from.pages(docs).items() if (docs / name).read_text() != text]
     assert old == [], "run python -m verl_like.kit.docs.configuration"
 
 

@@ -1,14 +1,18 @@
-"""Meters: the most memory that tensors take while something runs, and the time spent in each of nested calls."""
+"""Meters: the most memory that tensors take while something runs, and the time spent in each of nested calls; and what
+a dispatched operator is to others: whom it exchanges messages with, and which line of the trainer asked for it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -115,3 +119,29 @@ class Staged:
                 except StopIteration:
                     return
             yield item
+
+
+def group_of(func: Any, leaves: Sequence[Any]) -> dist.ProcessGroup | None:
+    """Find the ranks that an operator exchanges messages with; None for any other, waits among them.
+
+    leaves: its arguments, and those in lists.
+    """
+    if func.namespace not in ("c10d", "_c10d_functional"):
+        return None
+    groups = [
+        dist.ProcessGroup.unbox(leaf)
+        for leaf in leaves
+        if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type())
+    ]
+    groups += [_resolve_process_group(leaf) for leaf in leaves[-1:] if isinstance(leaf, str)]  # pyright: ignore
+    return groups[0] if groups else None
+
+
+def place(frame: FrameType | None) -> str:
+    """File, line and function of the trainer's innermost frame: "engine/fsdp.py:398 FSDPEngine._step"."""
+    while frame is not None:
+        file = frame.f_code.co_filename.rpartition("/verl_like/")[2]
+        if file != frame.f_code.co_filename and not file.startswith("tests/"):
+            return f"{file}:{frame.f_lineno} {frame.f_code.co_qualname}"
+        frame = frame.f_back
+    return "outside the trainer"

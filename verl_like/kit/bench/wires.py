@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from verl_like.engine.fsdp import FSDPEngine
-from verl_like.kit.twin.mode import group_of, leaves_of, place
+from verl_like.kit.bench.meters import group_of, place
 from verl_like.models.heads import dtype_of
 from verl_like.parallel.context import ContextRanks
 from verl_like.parallel.mesh import ParallelMesh
@@ -38,7 +39,7 @@ class Wires(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
             return NotImplemented  # it comes again with the tensors inside
-        group = group_of(func, leaves_of([*args, *(kwargs or {}).values()]))
+        group = group_of(func, tree_leaves([*args, *(kwargs or {}).values()]))
         if group is not None:
             file = place(sys._getframe(1)).partition(":")[0]
             self.sent[group.group_name, file] += sent_bytes(func._schema.name, args, group.size(), group.rank())
@@ -50,7 +51,7 @@ def sent_bytes(name: str, args: Any, size: int, rank: int) -> int:
 
     args: its arguments, results first. Raises NotImplementedError for an operator that is not known.
     """
-    nbytes = [sum(part.nbytes for part in leaves_of([arg]) if isinstance(part, Tensor)) for arg in args[:2]]
+    nbytes = [sum(part.nbytes for part in tree_leaves([arg]) if isinstance(part, Tensor)) for arg in args[:2]]
     match name.partition("::")[2]:
         case "_allgather_base_" | "allgather_" | "all_gather_single_":
             return nbytes[1] * (size - 1)

@@ -198,7 +198,10 @@ class RollFile(Foreign):
         mode = (
             {keys[0]: "separate_async"} | self._sampling_pool() if self.samples_apart else {keys[0]: "colocate_async"}
         )
-        return mode | {keys[1]: math.ceil(value), keys[2]: value} | self._correction()
+        found = mode | {keys[1]: math.ceil(value), keys[2]: value}
+        if not self.has("train_infer_correction"):  # weights that such a run needs
+            found["algorithm.rollout_correction.rollout_is"] = "token"
+        return found
 
     def _sampling_pool(self) -> dict[str, Any]:
         count, node = len(self.devices("actor_infer")), self("num_gpus_per_node", 8)
@@ -208,10 +211,6 @@ class RollFile(Foreign):
             "actor_rollout_ref.rollout.nnodes": nodes,
             "actor_rollout_ref.rollout.n_gpus_per_node": count if nodes == 1 else node,
         }
-
-    def _correction(self) -> dict[str, Any]:
-        """The weights that an asynchronous run needs, where the file has none."""
-        return {} if self.has("train_infer_correction") else {"algorithm.rollout_correction.rollout_is": "token"}
 
     def rule_estimator(self, name: str, value: str, keys: list[str]) -> Outcome | dict[str, Any]:
         if value in _WITH_TURNS:

@@ -7,30 +7,24 @@ Ulysses and context parallelism send is not counted.
 
 from __future__ import annotations
 
-from verl_like.config import PPOConfig
-from verl_like.config.roles import ACTOR, RoleConfig, roles_of
-from verl_like.kit.forecast.memory import SIZES, Machine, model_of, tokens_of
+from verl_like.config.roles import RoleConfig
+from verl_like.kit.forecast.memory import SIZES, Machine, model_of
 from verl_like.models.memory import Shape
-
-
-def update_bytes(config: PPOConfig, shape: Shape, machine: Machine, chosen: int = 0) -> dict[str, float]:
-    """Compute the bytes that a rank in the middle of its axes sends in one update, by axis that has several ranks.
-
-    Args:
-        config: the run, at rows of full lengths.
-        shape: the actor's.
-        machine: number of ranks.
-        chosen: experts that a token visits in each layer.
-    """
-    role, row = roles_of(config)[ACTOR], config.data.max_prompt_length + config.data.max_response_length
-    tokens, count = tokens_of(config, role, "update", machine.world, row)
-    return by_axis(role, shape, machine, tokens, count, chosen)
 
 
 def by_axis(
     role: RoleConfig, shape: Shape, machine: Machine, tokens: int, count: int, chosen: int = 0
 ) -> dict[str, float]:
-    """Compute `update_bytes` of `count` micro-batches, of each of which a rank has `tokens`."""
+    """Compute the bytes that a rank in the middle of its axes sends in one update, by axis that has several ranks.
+
+    Args:
+        role: the actor.
+        shape: its shape.
+        machine: number of ranks.
+        tokens: that a rank has of a micro-batch.
+        count: micro-batches.
+        chosen: experts that a token visits in each layer.
+    """
     mesh, model = role.mesh(machine.world), model_of(role, shape, machine, machine.world)
     stage, c, reduced = model.shape, model.path.c, SIZES[role.fsdp.mixed_precision.reduce_dtype]
     again = model.path.recompute == "full"  # what a layer receives comes again before its backward pass

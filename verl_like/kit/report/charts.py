@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl_like.text import table_rows
+
 History = Mapping[int, Mapping[str, float]]
 
 # Phases of a step in the order in which they run. Those that are not here (verl's own, or a subclass's) come last.
@@ -30,91 +32,12 @@ class Chart:
     points: str = ""  # metrics that begin so are drawn as points: the validations
 
 
-CHARTS: tuple[Chart, ...] = (
-    Chart("Learning", "Score", {"critic/score/mean": "training"}, points="val-core/"),
-    Chart("Learning", "Loss", {"train/loss": "training", "val/loss": "validation"}, note="-log p of a trained token"),
-    Chart(
-        "Learning",
-        "Reward after shaping",
-        {"critic/rewards/mean": "reward", "critic/baseline/mean": "baseline"},
-        note="score, shaping, KL penalty",
-    ),
-    Chart(
-        "Learning",
-        "Groups without signal",
-        {"critic/group_zero_std_fraction": "all scores equal"},
-        note="share of the prompts",
-    ),
-    Chart("Update", "Entropy", {"actor/entropy": "entropy"}, note="nats per token"),
-    Chart("Update", "Gradient norm", {"actor/grad_norm": "actor", "critic/grad_norm": "critic"}),
-    Chart(
-        "Update",
-        "KL",
-        {
-            "actor/ppo_kl": "to the sampled policy",
-            "actor/kl_loss": "to the reference (loss)",
-            "critic/kl": "to the reference (reward)",
-        },
-        note="nats per token",
-    ),
-    Chart(
-        "Update",
-        "Clipped tokens",
-        {"actor/pg_clipfrac": "clipped", "actor/pg_clipfrac_lower": "dual clip"},
-        note="share",
-    ),
-    Chart(
-        "Update",
-        "Trainer against rollout engine",
-        {"training/rollout_probs_diff_mean": "mean", "training/rollout_probs_diff_max": "max"},
-        note="difference of probabilities",
-    ),
-    Chart("Update", "Learning rate", {"actor/lr": "actor", "critic/lr": "critic"}),
-    Chart("Update", "Policy loss", {"actor/pg_loss": "loss"}),
-    Chart("Update", "Critic", {"critic/vf_explained_var": "explained variance", "critic/vf_loss": "loss"}),
-    Chart(
-        "Responses",
-        "Response length",
-        {"response_length/mean": "mean", "response_length/max": "max", "response_length/min": "min"},
-        note="tokens",
-    ),
-    Chart(
-        "Responses",
-        "Truncated and repeated",
-        {
-            "response_length/clip_ratio": "truncated",
-            "response/duplicate_fraction": "repeated",
-            "reward/failure_fraction": "reward failed",
-        },
-        note="share of responses",
-    ),
-    Chart("Responses", "Turns", {"num_turns/mean": "mean", "num_turns/max": "max"}),
-    Chart("Speed", "Throughput", {"perf/throughput": "tokens"}, note="tokens/s per device"),
-    Chart("Speed", "Step time", {"timing_s/step": "step"}, note="seconds"),
-    Chart(
-        "Speed",
-        "Use of the hardware",
-        {"perf/mfu/actor": "update", "perf/mfu/actor_infer": "log-probs"},
-        note="share of the peak",
-    ),
-    Chart(
-        "Speed",
-        "Memory",
-        {"perf/max_memory_allocated_gb": "device, peak", "perf/cpu_memory_used_gb": "machine"},
-        note="GiB",
-    ),
-    Chart(
-        "Speed",
-        "Memory of a device by phase",
-        {
-            "perf/memory_peak/gen": "generation",
-            "perf/memory_forecast/gen": "generation, forecast",
-            "perf/memory_peak/update_actor": "update",
-            "perf/memory_forecast/update_actor": "update, forecast",
-        },
-        note="GiB",
-    ),
-)
+def _chart(section: str, title: str, note: str, points: str, *lines: str) -> Chart:
+    """Read a row of charts.txt."""
+    return Chart(section, title, dict(line.split(": ") for line in lines), note, points)
+
+
+CHARTS = tuple(_chart(*row) for row in table_rows(Path(__file__).with_suffix(".txt").read_text(encoding="utf-8")))
 
 
 def chart_tables(histories: Sequence[History]) -> list[dict[str, Any]]:

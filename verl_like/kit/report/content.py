@@ -11,7 +11,7 @@ from typing import Any
 from verl_like.config.schema import keys
 from verl_like.observe.health import Verdict
 from verl_like.observe.redaction import HIDDEN, is_secret, redacted_text
-from verl_like.observe.run_folder import SAMPLES, STEP_PROOF, Run, flat, records
+from verl_like.observe.run_folder import SAMPLES, STEP_PROOF, Run, flat, records, value_at
 from verl_like.observe.samples import encodable
 
 MOST_SAMPLE_BYTES = 8_000_000  # of responses in a report; the folder holds more
@@ -69,7 +69,7 @@ def config_rows(run: Run) -> list[dict[str, Any]]:
     known, given, rows = keys(), run.config, []
     for path, key in known.items():
         default = getattr(key.default, "value", key.default)
-        value = _at(given, path, default)  # a key that the run's version did not have
+        value = value_at(given, path, default)  # a key that the run's version did not have
         unit = f"[{key.unit}] " if key.unit else ""
         rows.append(
             {
@@ -81,15 +81,6 @@ def config_rows(run: Run) -> list[dict[str, Any]]:
             }
         )
     return rows if given else []
-
-
-def _at(tree: dict[str, Any], path: str, default: Any) -> Any:
-    value: Any = tree
-    for name in path.split("."):
-        if not isinstance(value, dict) or name not in value:
-            return default
-        value = value[name]
-    return value
 
 
 def shown(path: str, value: Any) -> str:

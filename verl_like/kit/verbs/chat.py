@@ -18,7 +18,6 @@ from verl_like.config.parser import number
 from verl_like.models.location import check_model
 
 if TYPE_CHECKING:
-    from verl_like.config import PPOConfig
     from verl_like.data.chat import PromptEncoder
     from verl_like.rollout.base import RolloutEngine
     from verl_like.rollout.rollout_engine import SamplingParams
@@ -87,14 +86,10 @@ def _loaded(arguments: argparse.Namespace, model: Any) -> Iterator[tuple[Rollout
         end_ids = end_token_ids(tokenizer, hf_config, settings.path, "MODEL")
         encoder = make_encoder(data, tokenizer)
         device, _ = resolve_world(config)
-        longest = min(hf_config.get_text_config().max_position_embeddings, _longest(config))
+        room = max(8192, 2 * (data.max_prompt_length + data.max_response_length))  # for several times a run's turns
+        longest = min(hf_config.get_text_config().max_position_embeddings, room)
     with served(config, hf_config, tokenizer_size=len(tokenizer), max_model_len=longest, device=device) as replica:
         yield replica.engine, encoder, end_ids, longest
-
-
-def _longest(config: PPOConfig) -> int:
-    """Tokens of a conversation and its answer: room for several times what the run had."""
-    return max(8192, 2 * (config.data.max_prompt_length + config.data.max_response_length))
 
 
 def _talk(

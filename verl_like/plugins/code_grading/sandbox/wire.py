@@ -116,16 +116,12 @@ def decode(value: Any, take: Give | None = None) -> Any:
     raise ValueError(f"not a value: {str(value)[:80]}")
 
 
-def _integer(text: Any, take: Give | None) -> int:
-    return int(str(text)[:4000])
-
-
 def _items(content: Any, take: Give | None) -> list[Any]:
     return [decode(item, take) for item in content]
 
 
 _DECODERS: dict[str, Callable[[Any, Give | None], Any]] = {
-    "i": _integer,
+    "i": lambda content, take: int(str(content)[:4000]),
     "f": lambda content, take: float(content),
     "c": lambda content, take: complex(float(content[0]), float(content[1])),
     "b": lambda content, take: bytes.fromhex(content),

@@ -1,5 +1,5 @@
 // A CUDA without a card: a device guard and hooks that do nothing, so that fake tensors on "cuda" run backward in a
-// CPU build of torch. Loaded before torch, which looks the hooks up once (kit/twin/native.py).
+// CPU build of torch. Loaded before torch, which looks the hooks up once (native.py).
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>

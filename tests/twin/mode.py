@@ -10,9 +10,8 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 import torch
@@ -20,10 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+
+from verl_like.kit.bench.meters import group_of, place
 
 _aten = torch.ops.aten
 _ROUND = 512
@@ -79,7 +80,7 @@ class Twin(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
             return func(*args, **kwargs)  # DTensor asks what shape an operator would give: nothing runs
-        leaves = leaves_of([*args, *kwargs.values()])
+        leaves = tree_leaves([*args, *kwargs.values()])
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if tensors and (group := group_of(func, leaves)) is not None:
             self._note_collective(func, group, tensors)
@@ -111,7 +112,7 @@ class Twin(TorchDispatchMode):
         self._count_flops(func, args, kwargs, result)
         if uploads and on_host and on_host[0].dtype == torch.int32:
             result.on_host = on_host[0]  # bounds of sequences, for the formula of attention
-        self._hold(leaf for leaf in leaves_of([result]) if isinstance(leaf, FakeTensor))
+        self._hold(leaf for leaf in tree_leaves([result]) if isinstance(leaf, FakeTensor))
         return result
 
     def _count_flops(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -153,22 +154,6 @@ class Twin(TorchDispatchMode):
         self.counts.collectives.append(Collective(*about, place=place(sys._getframe(1)), nbytes=size))
 
 
-def group_of(func: Any, leaves: Sequence[Any]) -> dist.ProcessGroup | None:
-    """Find the ranks that an operator exchanges messages with; None for any other, waits among them.
-
-    leaves: its arguments, and those in lists.
-    """
-    if func.namespace not in ("c10d", "_c10d_functional"):
-        return None
-    groups = [
-        dist.ProcessGroup.unbox(leaf)
-        for leaf in leaves
-        if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type())
-    ]
-    groups += [_resolve_process_group(leaf) for leaf in leaves[-1:] if isinstance(leaf, str)]  # pyright: ignore
-    return groups[0] if groups else None
-
-
 def _resizing(twin: Twin, own: Any) -> Any:
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:
         result = own(storage, size)
@@ -182,30 +167,12 @@ def _add(counts: dict[str, int], name: str, number: int) -> None:
     counts[name] = counts.get(name, 0) + number
 
 
-def leaves_of(values: Iterable[Any]) -> list[Any]:
-    """Yield the values, and those in lists among them; operators have no other containers."""
-    found: list[Any] = []
-    for value in values:
-        found += leaves_of(value) if isinstance(value, list | tuple) else [value]
-    return found
-
-
 @functools.cache
 def _launches(func: Any) -> bool:
     """True for an operator that writes memory of the device."""
     name = func._schema.name.partition("::")[2]
     view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
     return not view and not name.startswith(_NOT_LAUNCHED)
-
-
-def place(frame: FrameType | None) -> str:
-    """File, line and function of the trainer's innermost frame: "engine/fsdp.py:398 FSDPEngine._step"."""
-    while frame is not None:
-        file = frame.f_code.co_filename.rpartition("/verl_like/")[2]
-        if file != frame.f_code.co_filename and not file.startswith(("kit/twin/", "tests/")):
-            return f"{file}:{frame.f_lineno} {frame.f_code.co_qualname}"
-        frame = frame.f_back
-    return "outside the trainer"
 
 
 def attention_flops(args: Any, *, backward: bool) -> float:

@@ -1,6 +1,6 @@
 """Stand-in for torch.cuda on a machine without a card: streams and events that know who waited for whom, and memory.
 
-    from verl_like.kit.twin import stand_in
+    from tests.twin import stand_in
     card = stand_in.install()        # before anything is built; torch.cuda.is_available() is True from then on
 
 Two suites put their own arithmetic behind it: fake tensors on cuda, or cuda turned into cpu. They tell the card what
