@@ -147,7 +147,8 @@ ranks really send on each axis, and find these formulas within 6%. An update tak
 {meshes}
 
 Experts over more ranks leave less to gather and send more tokens; so does tensor parallelism, whose ranks share their
-rows. Of a pipeline's turns (n - 1) of (m + n - 1) are idle; `bubble` has that of this update's m micro-batches. Meshes
+rows. Of a pipeline's turns (n - 1) of (v m + n - 1) are idle, v pieces to a stage (here 1); `bubble` has that of this
+update's m micro-batches. Meshes
 that do not fit 80 GB need the lean optimizers, `offload_policy` or more devices
 ([engine.md](engine.md#the-optimizer-step)).
 
