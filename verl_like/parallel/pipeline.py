@@ -42,9 +42,13 @@ def turns(stages: int, count: int, pieces: int, *, back: bool = False) -> Iterat
 
 
 def passes_ahead(stage: int, stages: int, count: int, pieces: int) -> int:
-    """Count the forward passes of a stage before its first backward pass follows one, of 1F1B."""
+    """Count the forward passes of a stage before its first backward pass follows one, of 1F1B.
+
+    With several pieces, as Megatron does, twice those that the stages behind need: messages then leave a pass before
+    they are waited for. With once these neighbours would wait for each other's last message all the time.
+    """
     round_trips = (pieces - 1) * max(map(len, rounds(stages, count)))
-    return min(stages - 1 - stage + round_trips, pieces * count)
+    return min((stages - 1 - stage) * min(2, pieces) + round_trips, pieces * count)
 
 
 def order_of(schedule: str, stage: int, stages: int, count: int, pieces: int = 1) -> Iterator[tuple[bool, int, int]]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.unit.engine.row_groups import RowGroup
 from tests.unit.engine.scenarios import by_row
-from tests.unit.engine.tiny import PolicyLoss, build_engine, denominators, experience
+from tests.unit.engine.tiny import PolicyLoss, build_engine, denominators, experience, model_folder
 from verl_like.batch import Experience
 from verl_like.config.batch_plan import MicroBatchRule
 from verl_like.config.fsdp import FSDPConfig
@@ -79,6 +80,11 @@ def everything(line: Line, paths: dict[str, str], saved: str, others: str | None
     return found
 
 
+def deep(folder: Path) -> str:
+    """Config of a model for eight pieces, some of two layers."""
+    return model_folder(folder, num_hidden_layers=10)
+
+
 def outputs_of(line: Line, engine: FSDPEngine) -> dict[str, list[torch.Tensor]]:
     rows = line.rows(batch_of())
     return by_row(rows, engine.forward(rows, want=frozenset({"log_probs"}), rule=RULE))
@@ -111,11 +117,14 @@ def two(process: ProcessInfo, paths: dict[str, str], saved: str, others: str) ->
 
 
 def four(process: ProcessInfo, paths: dict[str, str], saved: str, others: str) -> dict[str, Any]:
-    """Two pipelines that share the weights of their stages; two copies of the model; four stages."""
+    """Two pipelines that share the weights of their stages; two copies of the model; four stages, also in pieces."""
     found, batch = everything(Line(process, 2), paths, saved, others), batch_of()
     found["pieces"] = in_pieces(Line(process, 2, pieces=2), paths, f"{saved}_pieces", f"{others}_pieces")
     for name, line in {"copies": Line(process, 2, fsdp_size=2), "stages": Line(process, 4)}.items():
         engine = line.engine(paths["tied"])
         found[f"{name}_gradients"] = line.gradients(engine, batch)
         found[f"{name}_told"] = line.step(engine, 0)
+    line, path = Line(process, 4, pieces=2), deep(Path(f"{saved}_deep_{process.rank}"))
+    found["deep"] = line.gradients(line.engine(path), batch)
+    found["deep_double"] = line.in_float64(path, batch)
     return found

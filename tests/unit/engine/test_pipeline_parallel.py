@@ -116,12 +116,19 @@ def test_stages_in_pieces_are_one_rank(
 
 
 @pytest.mark.engines
-def test_meshes_of_four_ranks(one: dict[str, Any], four: list[dict[str, Any]]) -> None:
-    """Two copies of the model in two stages each; four stages."""
+def test_meshes_of_four_ranks(
+    process: ProcessInfo, folder: Path, one: dict[str, Any], four: list[dict[str, Any]]
+) -> None:
+    """Two copies of the model in two stages each; four stages; four stages of two pieces each."""
+    line, path = Line(process, 1), scenarios.deep(folder / "deep")
+    whole = line.gradients(line.engine(path), scenarios.batch_of())
+    double = line.in_float64(path, scenarios.batch_of())
     for rank in four:
         for name in ("copies", "stages"):
             by_parameter(rank[f"{name}_gradients"], one["gradients_tied"], 1e-5)
             assert rank[f"{name}_told"]["grad_norm"] == pytest.approx(one["told_tied"][0]["grad_norm"], rel=1e-5)
+        by_parameter(rank["deep"], whole, 1e-5)
+        by_parameter(rank["deep_double"], double, 1e-10)
 
 
 def test_orders_of_passes() -> None:
@@ -135,8 +142,8 @@ def test_orders_of_passes() -> None:
     assert told("1f1b", 1) == "f0 b0 f1 b1 f2 b2"
     assert told("gpipe", 0) == told("gpipe", 1) == "f0 f1 f2 b0 b1 b2"
     assert told("1f1b", 0, 1) == "f0 b0"
-    # F and B are passes of a second piece, which has its turn when two micro-batches are round; then three are.
-    assert told("1f1b", 0, 4, 2) == "f0 f1 F0 F1 B0 f2 B1 f3 b0 F2 b1 F3 B2 B3 b2 b3"
+    # F and B are passes of a second piece, whose turn comes when two micro-batches are round.
+    assert told("1f1b", 0, 4, 2) == "f0 f1 F0 F1 f2 B0 f3 B1 F2 b0 F3 b1 B2 B3 b2 b3"
     assert told("1f1b", 1, 4, 2) == "f0 f1 F0 B0 F1 B1 f2 b0 f3 b1 F2 B2 F3 B3 b2 b3"
     assert told("gpipe", 1, 3, 2) == "f0 f1 f2 F0 F1 F2 B0 B1 B2 b0 b1 b2"
     assert told("1f1b", 1, 1, 2) == "f0 F0 B0 b0"
