@@ -599,8 +599,8 @@ MESH = [
     Mutation(
         "the last stage's loss counts twice",
         "engine/fsdp.py",
-        "outputs[i] = [self._loss_scale.of(loss)]",
-        "outputs[i] = [self._loss_scale.of(loss) * 2]",
+        "outputs[piece, i] = [self._loss_scale.of(loss)]",
+        "outputs[piece, i] = [self._loss_scale.of(loss) * 2]",
         "engine/test_pipeline_parallel.py",
     ),
     Mutation(
@@ -620,8 +620,29 @@ MESH = [
     Mutation(
         "a gradient goes back into the newest micro-batch",
         "parallel/pipeline.py",
-        "self._received.popleft()",
-        "self._received.pop()",
+        "self._received[self.piece].popleft()",
+        "self._received[self.piece].pop()",
+        "engine/test_pipeline_parallel.py",
+    ),
+    Mutation(
+        "the pieces of a stage are neighbours, and layers come in a wrong order",
+        "parallel/pipeline.py",
+        "frozenset(place % pipe.size for",
+        "frozenset(place // pipe.pieces for",
+        "engine/test_pipeline_parallel.py",
+    ),
+    Mutation(
+        "a stage runs the layers of all its pieces at once",
+        "parallel/pipeline.py",
+        "if pieces and self.pipe.piece not in pieces:",
+        "if not pieces and self.pipe.piece not in pieces:",
+        "engine/test_pipeline_parallel.py",
+    ),
+    Mutation(
+        "gradients are added up before all pieces of a stage have theirs",
+        "engine/fsdp.py",
+        "last = (piece, i) == (0, len(parts) - 1)",
+        "last = (piece, i) == (pipe.pieces - 1, len(parts) - 1)",
         "engine/test_pipeline_parallel.py",
     ),
     Mutation(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import main_ppo, metrics_of, overrides, write_task
@@ -11,6 +12,15 @@ from transformers import AutoTokenizer
 from tests.unit.models import zoo
 
 pytestmark = pytest.mark.slow
+SPREAD, LEARNING_RATE = "actor_rollout_ref.actor.fsdp_config.expert_parallel_size", "actor_rollout_ref.actor.optim.lr"
+
+
+def mixture(folder: Path, tiny_model: Path) -> Path:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}  # of a size that vLLM has a kernel for on a CPU
+    model = Path(zoo.folder(folder, "qwen3_moe", vocab_size=len(tokenizer), initializer_range=0.05, **heads))
+    tokenizer.save_pretrained(model)
+    return model
 
 
 @pytest.mark.timeout(1200)
@@ -19,10 +29,7 @@ def test_a_run_is_that_of_ranks_that_share_all_experts(
     tmp_path: Path, tiny_model: Path, engine: str, steps: int
 ) -> None:
     """The first step is the same to rounding; each sync is proved, bit by bit and by the probe."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}  # of a size that vLLM has a kernel for on a CPU
-    model = Path(zoo.folder(tmp_path, "qwen3_moe", vocab_size=len(tokenizer), initializer_range=0.05, **heads))
-    tokenizer.save_pretrained(model)
+    model = mixture(tmp_path, tiny_model)
     settings = {
         "trainer.launcher": "ray",
         "trainer.n_gpus_per_node": 2,
@@ -50,3 +57,31 @@ def test_a_run_is_that_of_ranks_that_share_all_experts(
     assert len(records) == steps
     scores = [record["critic/score/mean"] for record in records]
     assert engine == "vllm" or sum(scores[-2:]) / 2 > sum(scores[:2]) / 2 + 0.1
+
+
+def rise(scores: list[float]) -> float:
+    return (sum(scores[-2:]) - sum(scores[:2])) / 2
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_the_reward_rises_as_on_one_rank(tmp_path: Path, tiny_model: Path, seed: int) -> None:
+    """With vLLM, whose samples follow from seeds of their own; and it stays where nothing is learnt."""
+    model, task, found = mixture(tmp_path, tiny_model), write_task(tmp_path), dict[str, list[float]]()
+    runs: dict[str, dict[str, Any]] = {"one": {}, "spread": {SPREAD: 2}, "still": {SPREAD: 2, LEARNING_RATE: 0}}
+    for name, more in runs.items():
+        settings = {
+            "trainer.launcher": "ray",
+            "trainer.n_gpus_per_node": 1 if name == "one" else 2,
+            "trainer.total_training_steps": 8,
+            "trainer.seed": seed,
+            "actor_rollout_ref.rollout.name": "vllm",
+        }
+        result = main_ppo(overrides(task, model, tmp_path / name, **(settings | more)), timeout=580)
+        assert result.returncode == 0, result.stdout
+        found[name] = [record["critic/score/mean"] for record in metrics_of(tmp_path / name)]
+        assert len(found[name]) == 8
+    print(f"seed {seed}:", {name: [round(score, 3) for score in scores] for name, scores in found.items()})
+    assert found["spread"][:2] == pytest.approx(found["one"][:2], abs=0.02)
+    assert rise(found["spread"]) > 0.3 and rise(found["spread"]) > 0.7 * rise(found["one"])
+    assert rise(found["still"]) < 0.1

@@ -16,6 +16,7 @@ class Strategy(StrEnum):
 
 
 ON_HOST = "trainer.device is cpu: everything is in host memory"
+_NO_STAGES = "pipeline_parallel_size is 1: no stages"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -74,9 +75,12 @@ class FSDPConfig(ConfigNode):
     pipeline_parallel_size: int = key(1, at_least(1), unit="processes")
     """Neighbouring processes, out of those of fsdp_size, that hold the layers of one stage each and hand the same
     sequences on to each other; 1: none."""
-    pipeline_schedule: str = key("1f1b", one_of("1f1b", "gpipe"), idle="pipeline_parallel_size is 1: no stages")
+    virtual_pipeline_size: int = key(1, at_least(1), unit="pieces", idle=_NO_STAGES)
+    """Pieces of layers that each stage has, which take turns: a micro-batch goes round the stages as many times, and at
+    both ends of an update they wait for a piece's pass, not for a stage's."""
+    pipeline_schedule: str = key("1f1b", one_of("1f1b", "gpipe"), idle=_NO_STAGES)
     """Order of the micro-batches' passes: 1f1b keeps the activations of as many micro-batches as there are stages,
-    gpipe those of all; the bubble is the same."""
+    gpipe those of all; the bubble is the same. 1f1b with virtual_pipeline_size is what Megatron calls interleaved."""
     forward_prefetch: bool = False
     """Ask for the next layer's parameters when a layer's forward starts, not only when it ends."""
     model_dtype: str = key("float32", one_of(*DTYPES[1:]))

@@ -35,6 +35,7 @@ class MeshSizes:
 
     world: all of them. fsdp_size: those that hold one copy of the model together; below 1 or above world, all.
     copies: of the model, where that is what is known; else 0.
+    virtual: pieces of layers of one stage of `pipe`, no processes.
     """
 
     world: int
@@ -45,6 +46,7 @@ class MeshSizes:
     tensor: int = 1
     expert: int = 1
     pipe: int = 1
+    virtual: int = 1
 
     @property
     def copy(self) -> int:

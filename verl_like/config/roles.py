@@ -99,6 +99,10 @@ class RoleConfig:
         return f"{self.sharding_section}.pipeline_parallel_size"
 
     @property
+    def pieces_key(self) -> str:
+        return f"{self.sharding_section}.virtual_pipeline_size"
+
+    @property
     def context(self) -> int:
         """[processes] that share one sequence by chunks of its tokens."""
         return self.fsdp.context_parallel_size
@@ -124,6 +128,7 @@ class RoleConfig:
             tensor=self.tensor,
             expert=self.fsdp.expert_parallel_size,
             pipe=self.fsdp.pipeline_parallel_size,
+            virtual=self.fsdp.virtual_pipeline_size,
         )
 
     def data_parallel(self, problems: list[str], processes: int, processes_text: str) -> int:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,13 +29,14 @@ from verl_like.models.routes import ROUTES
 from verl_like.parallel import sharding
 from verl_like.parallel.activation_offload import ActivationOffload
 from verl_like.parallel.dist import ProcessInfo
-from verl_like.parallel.pipeline import Pipe, order_of
+from verl_like.parallel.pipeline import Pipe, order_of, turns
 
 if TYPE_CHECKING:
     from verl_like.config.batch_plan import MicroBatchRule
     from verl_like.config.roles import RoleConfig
 
 log = logging.getLogger(__name__)
+Part = TypeVar("Part")
 
 _OFFERS = {
     "policy": frozenset({LOG_PROBS, ENTROPY, SUM_PI_SQUARED, CHOSEN, TOP_LOG_PROBS, TOP_IDS, ROUTES}),
@@ -151,18 +152,17 @@ class FSDPEngine(ShardedModel):
         batch = batch.to("cpu")
 
         def attempt(rule: MicroBatchRule) -> tuple[list[int], dict[str, list[Tensor]]]:
-            order: list[int] = []
+            cut = self._cut(batch, rule)
             found: dict[str, list[Tensor]] = {name: [] for name in sorted(want)}
             with self._comparison(want) as other:
-                for part in self._cut(batch, rule):
+                for part in self._in_turn(cut):
                     with microbatch.told(part), self._forward_pass(other):
                         answers = self._answers(part and part[1], want, temperature, other)
                         answers = {n: v.float() if v.is_floating_point() else v for n, v in answers.items()}
-                    if part is not None:
-                        order += part[0]
-                        for name, parts in found.items() if not self.model.hands_on else ():
+                    if part is not None and not self.model.hands_on:
+                        for name, parts in found.items():
                             parts.append(answers[name])
-            return order, found
+            return [row for part in cut if part is not None for row in part[0]], found
 
         with self._resident(optimizer=False):
             order, found = self._rescue.repeated("forward pass", rule, batch, attempt)
@@ -187,6 +187,19 @@ class FSDPEngine(ShardedModel):
         """True where FSDP's gathers are the only messages that a forward pass exchanges with other ranks."""
         plain = self._row_group is None and self._mesh.expert is None
         return plain and not others and self._vision is None  # ranks count parts of the tower
+
+    def _in_turn(self, parts: Sequence[Part]) -> Iterator[Part]:
+        """Yield micro-batches in the order of their forward passes: in a pipeline once for each piece of the stage."""
+        if self._pipe is None:
+            yield from parts
+            return
+        for piece, i in turns(self._pipe.size, len(parts), self._pipe.pieces):
+            self._turn_to(self._pipe, piece)
+            yield parts[i]
+
+    def _turn_to(self, pipe: Pipe, piece: int) -> None:
+        pipe.piece = piece
+        self.model.hands_on = not pipe.is_last
 
     def _cut(self, batch: Batch, rule: MicroBatchRule) -> list[tuple[list[int], Batch] | None]:
         return microbatch.cut(batch, rule, share_prompts=self.shares_prompts)
@@ -246,7 +259,9 @@ class FSDPEngine(ShardedModel):
 
     def _known_pass(self, inputs: packing.ModelInput, want: frozenset[str], temperature: float) -> dict[str, Tensor]:
         """Run the model once, with answers on every rank, also those whose stage gives none."""
-        answers = self._pass(inputs, want, temperature)
+        answers = dict[str, Tensor]()
+        for _ in self._in_turn([None]):
+            answers = self._pass(inputs, want, temperature)
         if self._pipe is not None:
             self._pipe.finish()
             answers = self._pipe.of_last(answers)
@@ -400,7 +415,7 @@ class FSDPEngine(ShardedModel):
             return []
         metrics = []
         with torch.no_grad():
-            for part in self._cut(rows, rule):
+            for part in self._in_turn(self._cut(rows, rule)):
                 with microbatch.told(part), self._forward_pass(other):
                     outputs = self._answers(part and part[1], objective.loss_fn.wants, objective.temperature, other)
                     self._rescue.model_done()
@@ -441,23 +456,26 @@ class FSDPEngine(ShardedModel):
         sync_every: bool,
     ) -> list[dict[str, Metric]]:
         """Run this stage's forward and backward passes of all micro-batches; the last stage has loss and metrics."""
-        metrics, outputs = list[dict[str, Metric]](), dict[int, list[Tensor]]()
-        for is_backward, i in order_of(self.role.fsdp.pipeline_schedule, pipe.rank, pipe.size, len(parts)):
+        metrics, outputs = list[dict[str, Metric]](), dict[tuple[int, int], list[Tensor]]()
+        schedule = self.role.fsdp.pipeline_schedule
+        for is_backward, piece, i in order_of(schedule, pipe.rank, pipe.size, len(parts), pipe.pieces):
             part = parts[i]
+            self._turn_to(pipe, piece)
             with microbatch.told(part):
                 if is_backward:
-                    self.sharding.set_gradient_sync(sync_every or i == len(parts) - 1)
-                    graph = outputs.pop(i)
+                    last = (piece, i) == (0, len(parts) - 1)  # it adds up what all the pieces have
+                    self.sharding.set_gradient_sync(sync_every or last)
+                    graph = outputs.pop((piece, i))
                     pipe.backward(graph[0], partial(self._rescue.backward, graph))
                     continue
                 rows = part and part[1]
                 answers = self._answers(rows, objective.loss_fn.wants, objective.temperature)
                 if self.model.hands_on:
-                    outputs[i] = [answers[HIDDEN]]
+                    outputs[piece, i] = [answers[HIDDEN]]
                     continue
                 loss, found = self._loss(objective, answers, rows)
                 loss = loss if loss.requires_grad else loss + microbatch.zero_loss(answers)
-                outputs[i] = [self._loss_scale.of(loss)]
+                outputs[piece, i] = [self._loss_scale.of(loss)]
                 metrics.append(found)
         pipe.finish()
         return metrics

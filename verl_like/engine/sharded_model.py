@@ -130,7 +130,7 @@ class ShardedModel:
             device=self.device,
             tensor=tensor_plan.tensor_plan(self.model, self.hf_config, self.role.tensor),
             experts=[*stacks_of(self.model.hf)[0].values()] if mesh.tensor or mesh.expert else (),
-            stages=None if mesh.pipe is None else stages.parts(self.model, mesh.pipe.size),
+            stages=None if mesh.pipe is None else stages.parts(self.model, mesh.sizes.pipe * mesh.sizes.virtual),
         )
         self.model.hands_on = mesh.pipe is not None and not mesh.pipe.is_last
         return sharding

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 # Of the types that are tested, those whose backbone is not embedding, layers and norm, one after the other, with layers
 # that give hidden states alone.
 WHOLE = ("bamba", "falcon_h1")
+_STAGES, _PIECES = "pipeline_parallel_size", "virtual_pipeline_size"
 
 
 def check_stages(model: ModelConfig, config: PretrainedConfig, fsdp: FSDPConfig, key: str, *, trained: bool) -> None:
@@ -27,12 +28,14 @@ def check_stages(model: ModelConfig, config: PretrainedConfig, fsdp: FSDPConfig,
 
     Raises ValueError, naming `key`, where it cannot.
     """
-    size = fsdp.pipeline_parallel_size
+    size, pieces = fsdp.pipeline_parallel_size, fsdp.virtual_pipeline_size
     if size == 1:
         return
     if why := why_whole(config, fsdp):
-        layers = getattr(config, "num_hidden_layers", size)  # a vision-language model has none of its own
+        layers = getattr(config, "num_hidden_layers", size * pieces)  # a vision-language model has none of its own
         fix = "use as many stages at most" if size > layers else "set it to 1"
+        if size <= layers < size * pieces:
+            key, size, fix = key.replace(_STAGES, _PIECES), pieces, f"use {layers // size} at most"
         raise ValueError(f"{key}={size}: {why}; {fix}")
     if trained and model.lora_rank > 0:
         raise ValueError(f"{key}={size} with model.lora_rank={model.lora_rank}: not available; set one to 1 or 0")
@@ -42,15 +45,19 @@ def why_whole(config: PretrainedConfig, fsdp: FSDPConfig) -> str:
     """Say why a model is not cut into the stages asked for; empty where it can be."""
     if config.model_type not in families.FAMILIES or config.model_type in WHOLE:
         return f"a {config.model_type!r} model is not cut into stages (docs/models.md says which are)"
-    if fsdp.pipeline_parallel_size > config.num_hidden_layers:
-        return f"the model has {config.num_hidden_layers} layers"
+    size, pieces = fsdp.pipeline_parallel_size, fsdp.virtual_pipeline_size
+    if size * pieces > config.num_hidden_layers:
+        return f"the model has {config.num_hidden_layers} layers" + f" for {size} stages" * (pieces > 1)
     if fsdp.wrap_policy.transformer_layer_cls_to_wrap or fsdp.wrap_policy.min_num_params:
         return "stages are cut between decoder layers, not where fsdp_config.wrap_policy says"
     return ""
 
 
 def parts(model: TokenModel, count: int) -> dict[str, frozenset[int]]:
-    """Name the parts of the model and the stages that hold them; a tied embedding is held by the first and the last."""
+    """Name the parts of the model and the places, of `count`, that hold them: all pieces of all stages, one by one.
+
+    A tied embedding is held by the first and the last.
+    """
     body, head, last = families.backbone(model.hf), model.hf.get_output_embeddings(), count - 1
     embedding = model.hf.get_input_embeddings()
     tied = head is not None and head.weight is embedding.weight

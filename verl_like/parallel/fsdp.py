@@ -50,8 +50,8 @@ class Sharding:
             that hold the same split, the root over all ranks: each rank of a group has its own part of the root's work.
         experts: modules of stacked experts, where the mesh has an axis of them or of `tensor`: units of their own
             beside `layers`, handed out along the one, sharded over all ranks of the other, of which each has tokens.
-        stages: the stages that hold a part of the model, by its name, where the mesh has an axis of them. A rank gets
-            the other stages' parts too, one unit at a time, and lets go of them before they are sharded.
+        stages: the places that hold a part of the model (`pipeline.Stage`), where the mesh has an axis of them. A rank
+            gets the other stages' parts too, one unit at a time, and lets go of them before they are sharded.
 
     A rank alone has nobody to add up gradients with: doing it once costs no memory, unless the shards are narrower than
     the sum. On a CPU it keeps the gathered weights as well, as with reshard_after_forward=False: they are a copy, and
@@ -131,7 +131,9 @@ class Sharding:
         for unit in self._units:  # behind FSDP's own hooks: the unit is gathered when these run
             unit.register_forward_pre_hook(self._note_reached)
         if fsdp.forward_prefetch:
-            _prefetch_next(model, layers)
+            stage = self._stage if mesh.sizes.virtual > 1 else None
+            for units in [[model, *layers]] if stage is None else stage.runs(layers):
+                _prefetch_next(units)
         if keep_gathered:  # until `reshard`: the micro-batches of an update gather once
             model.set_reshard_after_backward(False)
         _sum_gradients(model)
@@ -415,11 +417,11 @@ def _sum_gradients(model: nn.Module) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def _prefetch_next(model: nn.Module, layers: Sequence[nn.Module]) -> None:
+def _prefetch_next(units: Sequence[nn.Module]) -> None:
     """Gather each layer's weights while the one before it computes, asked for as soon as that one starts.
 
     Without the list FSDP2 asks for them when the layer itself starts, and overlaps only what the CPU has run ahead.
     """
-    for module, following in pairwise([model, *layers]):
+    for module, following in pairwise(units):
         assert isinstance(module, FSDPModule) and isinstance(following, FSDPModule)
         module.set_modules_to_forward_prefetch([following])

@@ -148,10 +148,11 @@ class ParallelMesh:
         return self._mesh(axes | {"pipe": self.sizes.pipe})[tuple(axes)]
 
     def _pipe(self) -> Pipe:
-        every, forth, back = (self._neighbours(self.sizes.pipe) for _ in range(3))
+        every, *ways = (self._neighbours(self.sizes.pipe) for _ in range(3 if self.sizes.virtual == 1 else 5))
+        groups = [ranks.group for ranks in ways]
         firsts = range(0, self.sizes.world, self.sizes.pipe)
         ends = [dist.new_group([first, first + self.sizes.pipe - 1]) for first in firsts]
-        return Pipe(every, forth.group, back.group, ends[self.rank // self.sizes.pipe])
+        return Pipe(every, ends[self.rank // self.sizes.pipe], groups[::2], groups[1::2], self.sizes.virtual)
 
     def _slices(self, context: int, ulysses: int) -> SequenceRanks | None:
         if self.sizes.slices == 1:

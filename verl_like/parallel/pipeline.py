@@ -4,7 +4,7 @@ torch.distributed.pipelining's schedules send tensors of one shape a step, agree
 from one output alone. Here every micro-batch has packed rows of its own length and rows of its own for the loss. All
 ranks of a pipeline have the same rows and cut them alike, so each knows every shape without a message, and sending is
 all that is left. Source of the orders: Huang et al., GPipe (arXiv 1811.06965); Narayanan et al., PipeDream-Flush,
-"1F1B" (arXiv 2006.09503).
+"1F1B" (arXiv 2006.09503), and of stages in several pieces, "interleaved" (arXiv 2104.04473, section 2.2).
 """
 
 from __future__ import annotations
@@ -21,18 +21,50 @@ from verl_like.parallel.sharding import saved_buffers
 from verl_like.parallel.ulysses import SequenceRanks
 
 
-def order_of(schedule: str, stage: int, stages: int, count: int) -> Iterator[tuple[bool, int]]:
-    """Yield (backward pass?, micro-batch) in the order in which a stage works at `count` micro-batches.
+def rounds(stages: int, count: int) -> list[range]:
+    """Cut `count` micro-batches into rounds: a piece of a stage works at all of a round, then its next piece does.
+
+    None is smaller than the number of stages, where there are so many: its first micro-batch has then gone through all
+    of them when the next piece's turn comes.
+    """
+    number = max(1, count // stages)
+    return [range(count * i // number, count * (i + 1) // number) for i in range(number)]
+
+
+def turns(stages: int, count: int, pieces: int, *, back: bool = False) -> Iterator[tuple[int, int]]:
+    """Yield (piece, micro-batch) in the order of forward passes, or (`back`) of backward ones: the same on all stages.
+
+    So what neighbours send each other needs no name: it comes in the order in which it is waited for.
+    """
+    for some in rounds(stages, count):
+        for piece in range(pieces)[:: -1 if back else 1]:
+            yield from ((piece, i) for i in some)
+
+
+def passes_ahead(stage: int, stages: int, count: int, pieces: int) -> int:
+    """Count the forward passes of a stage before its first backward pass follows one, of 1F1B.
+
+    With several pieces, as Megatron does, twice those that the stages behind need: messages then leave a pass before
+    they are waited for. With once these neighbours would wait for each other's last message all the time.
+    """
+    round_trips = (pieces - 1) * max(map(len, rounds(stages, count)))
+    return min((stages - 1 - stage) * min(2, pieces) + round_trips, pieces * count)
+
+
+def order_of(schedule: str, stage: int, stages: int, count: int, pieces: int = 1) -> Iterator[tuple[bool, int, int]]:
+    """Yield (backward pass?, piece, micro-batch) in the order in which a stage works at `count` micro-batches.
 
     schedule: "1f1b": a backward pass as soon as there can be one, so that a stage keeps the activations of as many
         micro-batches as there are stages from it on; "gpipe": all forward passes first.
+    pieces: of each stage, every one as many layers behind the one before as all stages have of one.
     """
-    ahead = count if schedule == "gpipe" else min(stages - 1 - stage, count)
-    yield from ((False, i) for i in range(ahead))
-    for i in range(count - ahead):
-        yield False, ahead + i
-        yield True, i
-    yield from ((True, i) for i in range(count - ahead, count))
+    forth, back = (list(turns(stages, count, pieces, back=back)) for back in (False, True))
+    ahead = len(forth) if schedule == "gpipe" else passes_ahead(stage, stages, count, pieces)
+    yield from ((False, *turn) for turn in forth[:ahead])
+    for there, again in zip(forth[ahead:], back, strict=False):
+        yield False, *there
+        yield True, *again
+    yield from ((True, *turn) for turn in back[len(forth) - ahead :])
 
 
 class Pipe:
@@ -42,47 +74,65 @@ class Pipe:
     so neighbours that send to each other at once never wait in one queue (NCCL has one for each group and pair).
 
     ends: the ranks of the first and the last stage, which may hold one weight both.
+    forth, back: groups; where stages have several pieces, each a second one between the last stage and the first.
+    pieces: of a stage's layers: the last stage's piece hands on to the first stage's next one.
+    piece: the one that is at work.
     """
 
     def __init__(
-        self, ranks: SequenceRanks, forth: dist.ProcessGroup, back: dist.ProcessGroup, ends: dist.ProcessGroup
+        self,
+        ranks: SequenceRanks,
+        ends: dist.ProcessGroup,
+        forth: Sequence[dist.ProcessGroup],
+        back: Sequence[dist.ProcessGroup],
+        pieces: int,
     ) -> None:
         self.group, self.size, self.rank, self.ends = ranks.group, ranks.size, ranks.rank, ends
-        self.is_first, self.is_last = ranks.rank == 0, ranks.rank == ranks.size - 1
-        self.forth, self.back = forth, back
-        self._received: deque[Tensor | None] = deque()  # of micro-batches without their backward pass
+        self.forth, self.back, self.pieces, self.piece = forth, back, pieces, 0
+        # Of each piece's micro-batches without their backward pass.
+        self._received = [deque[Tensor | None]() for _ in range(pieces)]
         self._sent: list[tuple[Any, Tensor]] = []  # what must stay until it has left
 
+    @property
+    def is_first(self) -> bool:
+        """True for the piece that has no other before it."""
+        return self.rank == self.piece == 0
+
+    @property
+    def is_last(self) -> bool:
+        """True for the piece that has no other behind it."""
+        return (self.rank + 1, self.piece + 1) == (self.size, self.pieces)
+
     def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """Wait for the next micro-batch's activations of the stage before; None for the first."""
+        """Wait for the next micro-batch's activations of the piece before; None for the first."""
         hidden = None
         if not self.is_first:
             hidden = torch.empty(tuple(shape), dtype=dtype, device=device)
-            dist.recv(hidden, group=self.forth, group_src=self.rank - 1)
+            self._wait_for(hidden, self.forth, -1)
             hidden.requires_grad_(torch.is_grad_enabled())
         if torch.is_grad_enabled():
-            self._received.append(hidden)
+            self._received[self.piece].append(hidden)
         return hidden
 
     def send(self, hidden: Tensor) -> None:
-        """Send a micro-batch's activations to the stage behind."""
-        self._send(hidden.detach(), self.forth, self.rank + 1)
+        """Send a micro-batch's activations to the piece behind."""
+        self._send(hidden.detach(), self.forth, 1)
 
     def backward(self, output: Tensor, loss_backward: Callable[[], None]) -> None:
-        """Run the backward pass of the oldest micro-batch that had none: from the loss, or from the stage behind.
+        """Run the backward pass of the oldest micro-batch that had none: from the loss, or from the piece behind.
 
-        output: what the stage gave; of the last, the loss is behind it, and `loss_backward` runs.
+        output: what the piece gave; of the last, the loss is behind it, and `loss_backward` runs.
         """
-        received = self._received.popleft()
+        received = self._received[self.piece].popleft()
         if self.is_last:
             loss_backward()
         else:
             gradient = torch.empty_like(output)
-            dist.recv(gradient, group=self.back, group_src=self.rank + 1)
+            self._wait_for(gradient, self.back, 1)
             output.backward(gradient)
         if received is not None:
             assert received.grad is not None
-            self._send(received.grad, self.back, self.rank - 1)
+            self._send(received.grad, self.back, -1)
 
     def finish(self) -> None:
         """Wait until all that was sent has left."""
@@ -92,12 +142,23 @@ class Pipe:
 
     def of_last(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """Give every rank of the pipeline what the last has (collective); on the CPU."""
-        told: list[Any] = [{name: value.cpu() for name, value in values.items()} if self.is_last else None]
+        told: list[Any] = [
+            {name: value.cpu() for name, value in values.items()} if self.rank == self.size - 1 else None
+        ]
         dist.broadcast_object_list(told, group=self.group, group_src=self.size - 1)
         return told[0]
 
-    def _send(self, tensor: Tensor, group: dist.ProcessGroup, to: int) -> None:
+    def _neighbour(self, groups: Sequence[dist.ProcessGroup], step: int) -> tuple[dist.ProcessGroup, int]:
+        other = self.rank + step
+        return groups[not 0 <= other < self.size], other % self.size
+
+    def _wait_for(self, tensor: Tensor, groups: Sequence[dist.ProcessGroup], step: int) -> None:
+        group, source = self._neighbour(groups, step)
+        dist.recv(tensor, group=group, group_src=source)
+
+    def _send(self, tensor: Tensor, groups: Sequence[dist.ProcessGroup], step: int) -> None:
         self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
+        group, to = self._neighbour(groups, step)
         tensor = tensor.contiguous()
         self._sent.append((dist.isend(tensor, group=group, group_dst=to), tensor))
 
@@ -115,7 +176,8 @@ class Stage:
 
     Args:
         model: the whole model, on the meta device on all ranks but the first.
-        parts: the stages that hold a module, by its name; every weight is in one of them.
+        parts: the places that hold a module, by its name, counted along the model: stage `place % size` does, in its
+            piece `place // size`. Every weight is in one of them.
         pipe: the ranks.
 
     weights, buffers: (name, shape, the first stage that holds it) of all weights, and of all saved buffers, in the
@@ -123,7 +185,10 @@ class Stage:
     """
 
     def __init__(self, model: nn.Module, parts: Mapping[str, frozenset[int]], pipe: Pipe) -> None:
-        self.pipe, self._model, self._parts = pipe, model, parts
+        self.pipe, self._model = pipe, model
+        self._parts = {name: frozenset(place % pipe.size for place in places) for name, places in parts.items()}
+        self._pieces = {name: {p // pipe.size for p in ps if p % pipe.size == pipe.rank} for name, ps in parts.items()}
+        self._resting: list[tuple[nn.Module, str, nn.Module]] = []  # parent, name there, what another piece has
         self._names = {id(model.get_submodule(name)): name for name in parts}
         self.weights, self.buffers = (
             [(name, tensor.shape, min(self._holders(name))) for name, tensor in named]
@@ -150,6 +215,28 @@ class Stage:
         for module in [self._model.get_submodule(name) for name in self._parts]:
             if id(module) in self._names and not isinstance(module, Absent):
                 self.drop(module)
+        if self.pipe.pieces > 1:  # inside of FSDP's hooks, which find all of the stage's units at the first pass
+            self._model.register_forward_pre_hook(lambda *_: self._begin_piece())
+            self._model.register_forward_hook(lambda *_: self._end_piece(), always_call=True)
+
+    def _begin_piece(self) -> None:
+        """Take out, for a forward pass, what the other pieces of this stage have."""
+        for name, pieces in self._pieces.items():
+            if pieces and self.pipe.piece not in pieces:
+                parent, _, own = name.rpartition(".")
+                holder = self._model.get_submodule(parent)
+                self._resting.append((holder, own, holder.get_submodule(own)))
+                holder._modules[own] = Absent()
+
+    def _end_piece(self) -> None:
+        while self._resting:
+            holder, own, module = self._resting.pop()
+            holder._modules[own] = module
+
+    def runs(self, layers: Iterable[nn.Module]) -> list[list[nn.Module]]:
+        """Sort this stage's layers by piece."""
+        named = [(self._pieces[self._names[id(layer)]], layer) for layer in layers]
+        return [[layer for pieces, layer in named if piece in pieces] for piece in range(self.pipe.pieces)]
 
     def counts(self, name: str) -> bool:
         """True where this is the stage at which a weight of the model counts: its first holder's."""

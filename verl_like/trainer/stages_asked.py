@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
-from verl_like.config import PPOConfig
+from verl_like.config import FSDPConfig, PPOConfig
 from verl_like.config.placement import pools_of
 from verl_like.config.roles import RoleConfig, roles_of
 from verl_like.config.rule import all_rules
 from verl_like.config.schema import get_value
 from verl_like.config.spellings import Change, renamed
 
-_NAME = re.compile(r"(actor_rollout_ref\.(actor|ref)|critic|reward_model)\.megatron\.pipeline_model_parallel_size")
-_ACTOR, _REF = (f"actor_rollout_ref.{name}.fsdp_config.pipeline_parallel_size" for name in ("actor", "ref"))
-_INSTEAD = "FSDP shards the weights over these processes instead; same numbers"
+_ROLE = r"(actor_rollout_ref\.(actor|ref)|critic|reward_model)"
+_NAME = re.compile(_ROLE + r"\.megatron\.(virtual_)?pipeline_model_parallel_size")
+_INSTEAD = {
+    "fsdp_config.pipeline_parallel_size": "FSDP shards the weights over these processes instead; same numbers",
+    "fsdp_config.virtual_pipeline_size": "stages have one piece each instead; same numbers",
+}
+SIZES = tuple(_INSTEAD)  # ends of the keys
 
 
 def asked_by_megatron(changes: Iterable[Change]) -> dict[str, str]:
@@ -30,8 +35,10 @@ def asked_by_megatron(changes: Iterable[Change]) -> dict[str, str]:
 
 
 def with_follower(asked: dict[str, str], known: Iterable[str]) -> dict[str, str]:
-    """Add the reference's key, which follows the actor's, unless it is among those that are set (`known`)."""
-    return asked | ({_REF: asked[_ACTOR]} if _ACTOR in asked and _REF not in known else {})
+    """Add the reference's keys, which follow the actor's, unless they are among those that are set (`known`)."""
+    actor, ref, set_here = "actor_rollout_ref.actor.", "actor_rollout_ref.ref.", set(known)
+    follow = {ref + key.removeprefix(actor): name for key, name in asked.items() if key.startswith(actor)}
+    return asked | {key: name for key, name in follow.items() if key not in set_here}
 
 
 def taken_back(
@@ -40,7 +47,7 @@ def taken_back(
     """Take back, one after the other, the stages that a run cannot have.
 
     Args:
-        asked: key of stages -> the name that asks for them.
+        asked: key of stages, or of their pieces -> the name that asks for them.
         config: the configuration as it now is.
         take_back: sets a key to 1.
 
@@ -49,7 +56,8 @@ def taken_back(
     told: dict[str, str] = {}
     while asked and (found := _obstacle(now := config(), asked)):
         key, why = found
-        told[key] = f"{asked[key]}={get_value(now, key)}: {why} {_INSTEAD}"
+        instead = next(text for size, text in _INSTEAD.items() if key.endswith(size))
+        told[key] = f"{asked[key]}={get_value(now, key)}: {why} {instead}"
         take_back(key)
     return told
 
@@ -68,8 +76,10 @@ def _obstacles(config: PPOConfig, keys: list[str]) -> Iterator[tuple[str, str]]:
                         yield key, f"beside {other}={get_value(config, other)}"
     for name, role in roles_of(config).items():
         if role.pipe_key in keys:
-            why = _indivisible(config, name, role) or _of_model(role)
+            why = _indivisible(config, name, role) or _of_model(role, replace(role.fsdp, virtual_pipeline_size=1))
             yield from [(role.pipe_key, f"{why}:")] if why else ()
+        if role.pieces_key in keys and role.fsdp.pipeline_parallel_size > 1 and (why := _of_model(role, role.fsdp)):
+            yield role.pieces_key, f"{why}:"
 
 
 def _indivisible(config: PPOConfig, name: str, role: RoleConfig) -> str:
@@ -83,7 +93,7 @@ def _indivisible(config: PPOConfig, name: str, role: RoleConfig) -> str:
     return f"it does not divide {getattr(sizes, total)} processes" if total else ""
 
 
-def _of_model(role: RoleConfig) -> str:
+def _of_model(role: RoleConfig, fsdp: FSDPConfig) -> str:
     """Say why the role's model is not cut; empty where it can be, or where its config is not in a folder here."""
     if not (Path(role.model.path).expanduser() / "config.json").is_file():
         return ""
@@ -93,4 +103,4 @@ def _of_model(role: RoleConfig) -> str:
         hf_config = loading.load_hf_config(role.model, role.path_key)
     except (ValueError, OSError):
         return ""  # which the start tells
-    return stages.why_whole(hf_config, role.fsdp)
+    return stages.why_whole(hf_config, fsdp)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from verl_like.cli.main import main
 from verl_like.kit.bench import bubble, mesh
 from verl_like.kit.bench.wires import sent_bytes
 from verl_like.kit.forecast import traffic
-from verl_like.parallel.pipeline import order_of
+from verl_like.parallel import pipeline
+from verl_like.parallel.pipeline import order_of, passes_ahead
 
 
 def test_bytes_of_an_operator() -> None:
@@ -32,21 +34,39 @@ def test_bytes_of_an_operator() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-@pytest.mark.parametrize(("stages", "count"), [(2, 1), (2, 8), (4, 2), (4, 8)])
-def test_the_orders_wait_as_long_as_the_formula_says(schedule: str, stages: int, count: int) -> None:
-    least = traffic.bubble(stages, count)
-    assert least == (stages - 1) / (count + stages - 1)
-    assert bubble.idle_slots(schedule, stages, count) == pytest.approx(least)
+def test_the_orders_wait_as_long_as_the_formula_says(schedule: str) -> None:
+    """With any number of micro-batches, multiples of the stages or not; and none of them waits for ever."""
+    for stages, count, pieces in itertools.product((2, 3, 4, 8), (1, 2, 3, 7, 8, 9, 18), (1, 2, 3)):
+        least = traffic.bubble(stages, count, pieces)
+        if count >= stages or pieces == 1:
+            assert least == (stages - 1) / (pieces * count + stages - 1)
+        assert bubble.idle_slots(schedule, stages, count, pieces) == pytest.approx(least)
+
+
+def test_what_a_stage_keeps_of_1f1b() -> None:
+    """By its order: with several pieces, where micro-batches are a multiple, (stages - 1) passes more than with one."""
+    for stages, count, pieces in itertools.product((2, 4), (1, 3, 8, 9), (1, 2, 3)):
+        change = [-1 if is_backward else 1 for is_backward, *_ in order_of("1f1b", 0, stages, count, pieces)]
+        most = min(passes_ahead(0, stages, count, pieces) + 1, count * pieces)
+        assert max(itertools.accumulate(change)) == most
+        assert count % stages or most == stages * pieces + (pieces > 1) * (stages - 1)
 
 
 def test_an_order_that_waits_longer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """One micro-batch after the other: a stage of two is idle half of the time."""
 
-    def one_by_one(_: str, stage: int, stages: int, count: int) -> Any:
-        return ((is_backward, i) for i in range(count) for is_backward in (False, True))
+    def one_by_one(_: str, stage: int, stages: int, count: int, pieces: int) -> Any:
+        return ((is_backward, 0, i) for i in range(count) for is_backward in (False, True))
 
     monkeypatch.setattr(bubble, "order_of", one_by_one)
     assert bubble.idle_slots("none", 2, 8) == pytest.approx(0.5)
+
+
+def test_an_order_that_waits_for_ever_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many passes ahead as of stages in one piece: the first piece's come back before the last one's have begun."""
+    monkeypatch.setattr(pipeline, "passes_ahead", lambda stage, stages, *_: stages - 1 - stage)
+    with pytest.raises(AssertionError, match="each of 2 stages waits for another"):
+        bubble.idle_slots("1f1b", 2, 8, 2)
     monkeypatch.setattr(bubble, "order_of", lambda *about: reversed([*order_of(*about)]))
     with pytest.raises(AssertionError, match="waits for another"):
         bubble.idle_slots("1f1b", 2, 8)

@@ -178,7 +178,7 @@ def test_dropped_keys_say_why():
         (f"{A}.megatron.override_transformer_config.recompute_granularity", None),
         (f"{A}.megatron.override_ddp_config.overlap_grad_reduce", True),
         ("reward_model.megatron.pipeline_model_parallel_size", None),
-        ("reward_model.megatron.virtual_pipeline_model_parallel_size", 2),
+        ("reward_model.megatron.virtual_pipeline_model_parallel_size", None),
         ("actor_rollout_ref.ref.megatron.override_transformer_config", {}),
         (f"{A}.optim.lr_decay_steps", None),
         (f"{R}.layer_name_map.qkv_layer_name", "qkv"),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.unit.engine.row_groups import RowGroup
 from tests.unit.engine.scenarios import by_row
-from tests.unit.engine.tiny import PolicyLoss, build_engine, denominators, experience
+from tests.unit.engine.tiny import PolicyLoss, build_engine, denominators, experience, model_folder
 from verl_like.batch import Experience
 from verl_like.config.batch_plan import MicroBatchRule
 from verl_like.config.fsdp import FSDPConfig
@@ -24,17 +25,27 @@ WAYS: dict[str, dict[str, Any]] = {  # of the first model
 }
 
 
+PIECES = "tied"  # the model whose stages have several
+WAYS_IN_PIECES: dict[str, dict[str, Any]] = {
+    "gpipe": {"fsdp": {"pipeline_schedule": "gpipe"}},
+    "kept": {"fsdp": {"reshard_after_forward": False, "sync_every_micro_batch": False}},
+    "once": {"fsdp": {"sync_every_micro_batch": False, "forward_prefetch": True}},
+    "checkpointed": {"model": {"enable_gradient_checkpointing": True}},
+}
+
+
 class Line(RowGroup):
     """This rank's place among the pipelines."""
 
     rule = RULE
 
-    def __init__(self, process: ProcessInfo, stages: int, fsdp_size: int = -1) -> None:
+    def __init__(self, process: ProcessInfo, stages: int, fsdp_size: int = -1, pieces: int = 1) -> None:
         super().__init__(process, stages)
-        self.stages, self.fsdp_size = stages, fsdp_size
+        self.stages, self.fsdp_size, self.pieces = stages, fsdp_size, pieces
 
     def engine(self, path: str, fsdp: dict[str, Any] | None = None, **more: Any) -> FSDPEngine:
         sizes = {"pipeline_parallel_size": self.stages, "fsdp_size": self.fsdp_size}
+        sizes["virtual_pipeline_size"] = self.pieces
         return build_engine(self.process, path, fsdp=FSDPConfig(**sizes, **(fsdp or {})), **more)
 
 
@@ -60,6 +71,8 @@ def everything(line: Line, paths: dict[str, str], saved: str, others: str | None
     engine = line.engine(path)
     want = frozenset({"log_probs", "entropy"})
     found["outputs"] |= by_row(mine, engine.forward(mine, want=want, rule=RULE, temperature=0.7))
+    tied = line.engine(paths[PIECES])
+    found["outputs_tied"], found["gradients_few"] = outputs_of(line, tied), line.gradients(tied, few_of(batch))
     watched_B = torch.arange(len(batch))[line.index :: line.count] % 2 == 0
     told = engine.train_minibatch(mine, PolicyLoss(), denominators(batch), rule=RULE, without_gradient_B=watched_B)
     found["told_watched"] = {name: told[name].value for name in ("grad_norm", "pg_loss") if name in told}
@@ -67,15 +80,51 @@ def everything(line: Line, paths: dict[str, str], saved: str, others: str | None
     return found
 
 
+def deep(folder: Path) -> str:
+    """Config of a model for eight pieces, some of two layers."""
+    return model_folder(folder, num_hidden_layers=10)
+
+
+def outputs_of(line: Line, engine: FSDPEngine) -> dict[str, list[torch.Tensor]]:
+    rows = line.rows(batch_of())
+    return by_row(rows, engine.forward(rows, want=frozenset({"log_probs"}), rule=RULE))
+
+
+def few_of(batch: Experience) -> Experience:
+    """Rows of one micro-batch: fewer than there are stages."""
+    return batch.select(range(1))
+
+
+def in_pieces(line: Line, paths: dict[str, str], saved: str, others: str) -> dict[str, Any]:
+    """Stages in pieces. others: a folder that another mesh has saved, to go on from."""
+    batch, path = batch_of(), paths[PIECES]
+    found = {f"gradients_{name}": line.gradients(line.engine(each), batch) for name, each in paths.items()}
+    found["gradients_critic"] = line.gradients(line.engine(paths["plain"], kind="value"), batch)
+    engine = line.engine(path)
+    found["outputs"] = outputs_of(line, engine)
+    for way, settings in WAYS_IN_PIECES.items():
+        found[f"gradients_{way}"] = line.gradients(line.engine(path, **settings), batch)
+    found["gradients_few"] = line.gradients(engine, few_of(batch))
+    found["double"] = line.in_float64(path, batch)
+    found["held"] = sorted(name for name, _ in engine.sharding.root.named_parameters())
+    return found | line.checkpoints(path, saved, others)
+
+
 def two(process: ProcessInfo, paths: dict[str, str], saved: str, others: str) -> dict[str, Any]:
-    return everything(Line(process, 2), paths, saved, others)
+    found = everything(Line(process, 2), paths, saved, others)
+    found["pieces"] = in_pieces(Line(process, 2, pieces=2), paths, f"{saved}_pieces", f"{saved}_{PIECES}")
+    return found
 
 
 def four(process: ProcessInfo, paths: dict[str, str], saved: str, others: str) -> dict[str, Any]:
-    """Two pipelines that share the weights of their stages; two copies of the model; four stages."""
+    """Two pipelines that share the weights of their stages; two copies of the model; four stages, also in pieces."""
     found, batch = everything(Line(process, 2), paths, saved, others), batch_of()
+    found["pieces"] = in_pieces(Line(process, 2, pieces=2), paths, f"{saved}_pieces", f"{others}_pieces")
     for name, line in {"copies": Line(process, 2, fsdp_size=2), "stages": Line(process, 4)}.items():
         engine = line.engine(paths["tied"])
         found[f"{name}_gradients"] = line.gradients(engine, batch)
         found[f"{name}_told"] = line.step(engine, 0)
+    line, path = Line(process, 4, pieces=2), deep(Path(f"{saved}_deep_{process.rank}"))
+    found["deep"] = line.gradients(line.engine(path), batch)
+    found["deep_double"] = line.in_float64(path, batch)
     return found

@@ -28,9 +28,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def paths(folder: Path) -> dict[str, str]:
     return {
-        "plain": tiny.model_folder(folder / "plain", num_hidden_layers=3),
+        "plain": tiny.model_folder(folder / "plain", num_hidden_layers=5),
         "tied": tiny.model_folder(folder / "tied", num_hidden_layers=4, tie_word_embeddings=True),
-        "experts": zoo.folder(folder / "experts", "qwen3_moe"),
+        "experts": zoo.folder(folder / "experts", "qwen3_moe", num_hidden_layers=4),
     }
 
 
@@ -39,7 +39,7 @@ one, two, four, staged = row_groups.fixtures(scenarios, lambda process: Line(pro
 
 def test_gradients_are_one_ranks(one: dict[str, Any], staged: list[dict[str, Any]], paths: dict[str, str]) -> None:
     ways = [key for key in one if key.startswith("gradients_")]
-    assert len(ways) == 2 * len(paths) + len(scenarios.WAYS) + 1
+    assert len(ways) == 2 * len(paths) + len(scenarios.WAYS) + 2
     for rank in staged:
         for key in ways:
             by_parameter(rank[key], one[key], 1e-5)
@@ -83,46 +83,86 @@ def test_a_stage_holds_its_own_weights_and_exports_all(
 ) -> None:
     held = [set(rank["held"]) for rank in two]
     assert not held[0] & held[1] and held[0] | held[1] == set(one["held"])
-    assert all("layers.2" not in name for name in held[0]) and "hf.lm_head.weight" in held[1]
+    assert all("layers.3" not in name for name in held[0]) and "hf.lm_head.weight" in held[1]
     for name in ("plain", "tied", "experts"):
         read = AutoModelForCausalLM.from_pretrained(folder / f"two_{name}" / "huggingface").state_dict()
         expected = AutoModelForCausalLM.from_pretrained(folder / f"one_{name}" / "huggingface").state_dict()
         assert_same(dict(read), dict(expected), 1e-5)
 
 
+def test_stages_in_pieces_are_one_rank(
+    process: ProcessInfo, paths: dict[str, str], folder: Path, one: dict[str, Any], staged: list[dict[str, Any]]
+) -> None:
+    """Gradients, outputs, steps and checkpoints of stages whose two pieces take turns; resumed on another mesh."""
+    lines = len(staged) // 2
+    for number, pieces in enumerate(rank["pieces"] for rank in staged):
+        of_one = {f"gradients_{way}": one["gradients_tied"] for way in scenarios.WAYS_IN_PIECES}
+        ways = [key for key in pieces if key.startswith("gradients_")]
+        assert len(ways) == len(paths) + len(of_one) + 2
+        for key in ways:
+            by_parameter(pieces[key], of_one.get(key, one.get(key, {})), 1e-5)
+        by_parameter(pieces["double"], one["double_tied"], 1e-10)
+        for name, rows in one["outputs_tied"].items():
+            torch.testing.assert_close(pieces["outputs"][name], rows[number // 2 :: lines], rtol=0, atol=1e-5)
+        norms = [step["grad_norm"] for step in pieces["told"]]
+        assert norms == pytest.approx([step["grad_norm"] for step in one["told_tied"]], rel=1e-5)
+        by_parameter(pieces["change"], one["change_tied"], 1e-3)
+        for key in ("uninterrupted", "resumed"):
+            assert_same(pieces[key], one["uninterrupted_tied"], 1e-5)
+        own = [layer for layer in range(4) if any(f"layers.{layer}." in name for name in pieces["held"])]
+        assert own == ([0, 2], [1, 3])[number % 2]
+    again = Line(process, 1).resumed(paths["tied"], str(folder / "two_pieces"))
+    assert_same(again, one["uninterrupted_tied"], 1e-5)
+
+
 @pytest.mark.engines
-def test_meshes_of_four_ranks(one: dict[str, Any], four: list[dict[str, Any]]) -> None:
-    """Two copies of the model in two stages each; four stages."""
+def test_meshes_of_four_ranks(
+    process: ProcessInfo, folder: Path, one: dict[str, Any], four: list[dict[str, Any]]
+) -> None:
+    """Two copies of the model in two stages each; four stages; four stages of two pieces each."""
+    line, path = Line(process, 1), scenarios.deep(folder / "deep")
+    whole = line.gradients(line.engine(path), scenarios.batch_of())
+    double = line.in_float64(path, scenarios.batch_of())
     for rank in four:
         for name in ("copies", "stages"):
             by_parameter(rank[f"{name}_gradients"], one["gradients_tied"], 1e-5)
             assert rank[f"{name}_told"]["grad_norm"] == pytest.approx(one["told_tied"][0]["grad_norm"], rel=1e-5)
+        by_parameter(rank["deep"], whole, 1e-5)
+        by_parameter(rank["deep_double"], double, 1e-10)
 
 
 def test_orders_of_passes() -> None:
     """By hand, of two stages and three micro-batches; f and b are a forward pass and a backward pass."""
 
-    def told(schedule: str, stage: int, count: int = 3) -> str:
-        return " ".join("fb"[is_backward] + str(i) for is_backward, i in order_of(schedule, stage, 2, count))
+    def told(schedule: str, stage: int, count: int = 3, pieces: int = 1) -> str:
+        order = order_of(schedule, stage, 2, count, pieces)
+        return " ".join("fbFB"[is_backward + 2 * piece] + str(i) for is_backward, piece, i in order)
 
     assert told("1f1b", 0) == "f0 f1 b0 f2 b1 b2"
     assert told("1f1b", 1) == "f0 b0 f1 b1 f2 b2"
     assert told("gpipe", 0) == told("gpipe", 1) == "f0 f1 f2 b0 b1 b2"
     assert told("1f1b", 0, 1) == "f0 b0"
+    # F and B are passes of a second piece, whose turn comes when two micro-batches are round.
+    assert told("1f1b", 0, 4, 2) == "f0 f1 F0 F1 f2 B0 f3 B1 F2 b0 F3 b1 B2 B3 b2 b3"
+    assert told("1f1b", 1, 4, 2) == "f0 f1 F0 B0 F1 B1 f2 b0 f3 b1 F2 B2 F3 B3 b2 b3"
+    assert told("gpipe", 1, 3, 2) == "f0 f1 f2 F0 F1 F2 B0 B1 B2 b0 b1 b2"
+    assert told("1f1b", 1, 1, 2) == "f0 F0 B0 b0"
 
 
 @pytest.mark.parametrize(
-    ("name", "model", "size", "told"),
+    ("name", "model", "sizes", "told"),
     [
-        ("bamba", {}, 2, "a 'bamba' model is not cut into stages"),
-        ("qwen3", {}, 9, "the model has 2 layers; use as many stages at most"),
-        ("qwen3", {"lora_rank": 4}, 2, "with model.lora_rank=4: not available"),
+        ("bamba", {}, (2, 1), "pipeline_parallel_size=2: a 'bamba' model is not cut into stages"),
+        ("qwen3", {}, (9, 2), "pipeline_parallel_size=9: the model has 2 layers.*; use as many stages at most"),
+        ("qwen3", {}, (2, 3), "virtual_pipeline_size=3: the model has 2 layers for 2 stages; use 1 at most"),
+        ("qwen3", {"lora_rank": 4}, (2, 1), "pipeline_parallel_size=2 with model.lora_rank=4: not available"),
     ],
 )
-def test_what_cannot_be_cut_is_refused(tmp_path: Path, name: str, model: dict[str, Any], size: int, told: str) -> None:
+def test_what_cannot_be_cut_is_refused(
+    tmp_path: Path, name: str, model: dict[str, Any], sizes: tuple[int, int], told: str
+) -> None:
     config = ModelConfig(path=zoo.folder(tmp_path, name), **model)
     key = "fsdp_config.pipeline_parallel_size"
-    with pytest.raises(ValueError, match=f"^{key}={size}.*{told}"):
-        stages.check_stages(
-            config, loading.load_hf_config(config), FSDPConfig(pipeline_parallel_size=size), key, trained=True
-        )
+    fsdp = FSDPConfig(pipeline_parallel_size=sizes[0], virtual_pipeline_size=sizes[1])
+    with pytest.raises(ValueError, match=f"^fsdp_config.{told}"):
+        stages.check_stages(config, loading.load_hf_config(config), fsdp, key, trained=True)

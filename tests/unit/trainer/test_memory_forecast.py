@@ -71,6 +71,8 @@ def test_a_stage_by_hand(config: PPOConfig) -> None:
     update = cut.phases["update_actor"]
     assert update["actor weights"] == update["actor optimizer"] / 2 == 4 * weights / 4
     assert update["activations"] == whole.phases["update_actor"]["activations"]  # of half the layers, twice
+    pieces = at(config, EIGHT, stages | {f"{FSDP}.virtual_pipeline_size": 2}, "32B").phases["update_actor"]
+    assert pieces["activations"] / update["activations"] == pytest.approx(5 / 4, rel=0.02)  # five passes of a half
     saved = whole.phases["update_actor"]["gathered weights"] - update["gathered weights"]
     assert saved == 2 * shape.vocab * shape.hidden  # one of embedding and head, in bfloat16
 

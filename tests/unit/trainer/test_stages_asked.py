@@ -12,6 +12,7 @@ from verl_like.config.errors import ConfigError
 from verl_like.trainer.compose import compose_with_warnings
 
 A, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
+PIECES = "megatron.virtual_pipeline_model_parallel_size"
 PIPE, TENSOR = "megatron.pipeline_model_parallel_size", "megatron.tensor_model_parallel_size"
 BASE = (
     "data.train_files=t.parquet",
@@ -60,6 +61,26 @@ def test_the_critic_has_stages_of_its_own() -> None:
     config, _ = compose_with_warnings([*BASE, "algorithm.adv_estimator=gae", f"critic.{PIPE}=2", f"critic.{TENSOR}=1"])
     assert config.critic.model.fsdp_config.pipeline_parallel_size == 2
     assert config.actor_rollout_ref.actor.fsdp_config.pipeline_parallel_size == 1
+
+
+@pytest.mark.parametrize(
+    ("pieces", "found", "told"),
+    [("null", 1, []), (2, 2, []), (3, 1, [f"{A}.{PIECES}=3: the model has 4 layers for 2 stages: "])],
+)
+def test_pieces_are_had_where_the_layers_let_them(tmp_path: Path, pieces: object, found: int, told: list[str]) -> None:
+    model = f"actor_rollout_ref.model.path={zoo.folder(tmp_path, 'qwen3', num_hidden_layers=4)}"
+    config, warnings = compose_with_warnings([*GRPO, model, f"{A}.{PIPE}=2", f"{A}.{PIECES}={pieces}"])
+    policy = config.actor_rollout_ref
+    for role in (policy.actor, policy.ref):
+        assert (role.fsdp_config.pipeline_parallel_size, role.fsdp_config.virtual_pipeline_size) == (2, found)
+    lines = [line for line in warnings if line.endswith("stages have one piece each instead; same numbers")]
+    assert [text in line for text, line in zip(told, lines, strict=True)] == [True] * len(told)
+
+
+def test_pieces_of_stages_that_are_taken_back_have_no_effect() -> None:
+    config, warnings = compose_with_warnings([*GRPO, f"{A}.{PIPE}=2", f"{A}.{PIECES}=2", f"{A}.{TENSOR}=2"])
+    assert config.actor_rollout_ref.actor.fsdp_config.pipeline_parallel_size == 1
+    assert any("virtual_pipeline_size" in line and "no stages" in line for line in warnings), warnings
 
 
 @pytest.mark.parametrize(

@@ -18,23 +18,26 @@ from verl_like.parallel.pipeline import Absent, Pipe, order_of
 PASS_S = 0.2  # least time of a stage's forward pass; a backward pass takes twice as long
 
 
-def idle_slots(schedule: str, stages: int, count: int) -> float:
+def idle_slots(schedule: str, stages: int, count: int, pieces: int = 1) -> float:
     """Share of a pipeline's time in which stages wait, by its order: forward passes take a slot, backward ones two."""
-    orders = [deque(order_of(schedule, stage, stages, count)) for stage in range(stages)]
+    orders = [deque(order_of(schedule, stage, stages, count, pieces)) for stage in range(stages)]
     ends, clock = dict[tuple[int, bool, int], int](), [0] * stages
     while any(orders):
         before = len(ends)
         for stage, order in enumerate(orders):
             while order:
-                is_backward, i = order[0]
-                source = stage + 1 if is_backward else stage - 1
-                if 0 <= source < stages and (source, is_backward, i) not in ends:
+                is_backward, piece, i = order[0]
+                place = piece * stages + stage
+                source = place + 1 if is_backward else place - 1
+                needed = [(source, is_backward, i)] if 0 <= source < stages * pieces else []
+                needed += [(place, False, i)] if is_backward else []
+                if any(each not in ends for each in needed):
                     break
-                clock[stage] = max(clock[stage], ends.get((source, is_backward, i), 0)) + 1 + is_backward
-                ends[stage, is_backward, i] = clock[stage]
+                clock[stage] = max(clock[stage], *(ends[each] for each in needed), 0) + 1 + is_backward
+                ends[place, is_backward, i] = clock[stage]
                 order.popleft()
         assert len(ends) > before, f"{schedule}: each of {stages} stages waits for another"
-    return 1 - 3 * count / max(clock)
+    return 1 - 3 * count * pieces / max(clock)
 
 
 def timed_passes(engine: FSDPEngine, pipe: Pipe, update: Callable[[], object]) -> tuple[float, float, float]:
@@ -60,11 +63,15 @@ def timed_passes(engine: FSDPEngine, pipe: Pipe, update: Callable[[], object]) -
         ends.append(time.perf_counter())
 
     layers = [part for name, part in engine.model.named_modules() if re.search(r"\.layers\.\d+$", name)]
-    hook = next(layer for layer in layers if not isinstance(layer, Absent)).register_forward_hook(asleep)
+    held = [not isinstance(layer, Absent) for layer in layers]
+    firsts = [layer for layer, before, own in zip(layers, [False, *held], held, strict=False) if own and not before]
+    assert len(firsts) == pipe.pieces, "a piece is layers without a break"
+    hooks = [layer.register_forward_hook(asleep) for layer in firsts]
     with mock.patch.object(dist, "recv", waiting), mock.patch.object(pipe, "backward", ending):
         dist.barrier()
         update()
-    hook.remove()
+    for hook in hooks:
+        hook.remove()
     return begins[0], ends[-1], sum(waits)
 
 

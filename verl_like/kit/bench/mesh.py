@@ -107,6 +107,8 @@ def meshes(ranks: int) -> dict[str, dict[str, Any]]:
     """Each axis over all ranks, and over two of four beside FSDP's over what is left: name -> keys."""
     kept = {f"{_FSDP}.reshard_after_forward": False, f"{_FSDP}.sync_every_micro_batch": False}
     found = {axis: {key: 1 if axis == "replicate" else ranks} for axis, key in KEYS.items()}
+    pieces = {KEYS["pipe"]: 2, f"{_FSDP}.virtual_pipeline_size": 2}
+    found["pipe-virtual" if ranks == 2 else "shard-pipe-virtual"] = pieces
     if ranks > 2:
         found |= {f"shard-{axis}": {key: 2} for axis, key in KEYS.items()}
         found["context-ulysses"] = {KEYS["context"]: 2, KEYS["ulysses"]: 2}
@@ -181,9 +183,9 @@ def rows_of(name: str, ranks: Sequence[Found], job: Job) -> Iterator[Row]:
     timed = [rank.passes for rank in ranks if rank.passes is not None]
     if timed:
         fsdp = job.spec.config.actor_rollout_ref.actor.fsdp_config
-        stages, count = fsdp.pipeline_parallel_size, ranks[0].micro_batches
-        least = bubble(stages, count)
-        shares = {"order": idle_slots(fsdp.pipeline_schedule, stages, count), "measured": idle_share(timed)}
+        sizes = (fsdp.pipeline_parallel_size, ranks[0].micro_batches, fsdp.virtual_pipeline_size)
+        least = bubble(*sizes)
+        shares = {"order": idle_slots(fsdp.pipeline_schedule, *sizes), "measured": idle_share(timed)}
         for way, share in shares.items():
             figures = {"waiting": share, "formula": least, BY_LEAST: share / least}
             yield Row(name=f"{name}: bubble, {way}", figures=figures)

@@ -88,7 +88,7 @@ def by_axis(sent: Mapping[tuple[str, str], int], mesh: ParallelMesh) -> Counter[
     elif slices is not None:
         named.append((slices.group, "ulysses"))
     if pipe is not None:  # its ends are a group of two alone
-        named += [(group, "pipe") for group in (pipe.group, pipe.forth, pipe.back, pipe.ends)]
+        named += [(group, "pipe") for group in (pipe.group, *pipe.forth, *pipe.back, pipe.ends)]
     axes = {group.group_name: name for group, name in reversed(named) if isinstance(group, dist.ProcessGroup)}
     files = {"parallel/tensor.py": "tensor", "parallel/experts.py": "expert"}
     if mesh.tensor is not None:
@@ -121,7 +121,8 @@ def least_bytes(engine: FSDPEngine, micro_batches: int, tokens: float, elsewhere
     found["tensor"] = through * 4 * hf.hidden_size * (sizes.tensor - 1)
     # A copy of the token for each chosen expert that lives elsewhere, there and back.
     found["expert"] = 4 * width * elsewhere * hf.hidden_size
-    found["pipe"] = 2 * width * tokens * hf.hidden_size * (sizes.pipe - 1)  # over each border between stages
+    borders = sizes.pipe * sizes.virtual - 1  # between pieces of stages
+    found["pipe"] = 2 * width * tokens * hf.hidden_size * borders
     return found
 
 

@@ -24,7 +24,7 @@ from verl_like.config.errors import ConfigError
 from verl_like.config.names import Row, plain_names, row_of, table, value_of, written
 from verl_like.config.schema import get_value, keys
 from verl_like.trainer.compose import compose_tree, compose_with_warnings, followers_of, take_back_stages, to_config
-from verl_like.trainer.stages_asked import with_follower
+from verl_like.trainer.stages_asked import SIZES, with_follower
 
 OTHERWISE = "otherwise: "  # so begin notes that are about refused values
 CARRIED, NOTHING, REFUSED, UNKNOWN = "carried", "needs nothing", "refused", "unknown"
@@ -239,7 +239,7 @@ def translate(source: Foreign) -> Imported:
 
 def _take_back_stages(done: Imported, by: Mapping[str, str]) -> None:
     """Leave out pipeline stages that a role cannot have here, and say what is done instead."""
-    asked = {key: by[key] for key in done.settings if key.endswith("fsdp_config.pipeline_parallel_size")}
+    asked = {key: by[key] for key in done.settings if key.endswith(SIZES)}
     if not any(done.settings[key] > 1 for key in asked):
         return
     asked = with_follower(asked, asked)

@@ -28,6 +28,7 @@ from verl_like.config.schema import from_dict, to_dict
 from verl_like.models import memory
 from verl_like.models.loading import load_hf_config
 from verl_like.observe.metrics import memory_gib
+from verl_like.parallel.pipeline import passes_ahead
 from verl_like.trainer.costs import NO_ROOM, ModelCosts
 
 logger = logging.getLogger(__name__)
@@ -181,7 +182,9 @@ class Model:
             + (path.c + 4 + came) * layer  # gradient, what is sent, what comes
             + new * first
         )
-        in_flight = replace(shape, layers=shape.layers * min(micro_batches, self.fsdp.pipeline_parallel_size))
+        stages, pieces = self.fsdp.pipeline_parallel_size, self.fsdp.virtual_pipeline_size
+        kept = min(passes_ahead(0, stages, micro_batches, pieces) + 1, micro_batches * pieces)  # of the first stage
+        in_flight = replace(shape, layers=-(-shape.layers * kept // pieces))
         activations = memory.activation_bytes(in_flight, path, tokens, row)
         at_root = max(new + 4, 4 + came) * root  # a gradient goes when it is copied to be sent
         none_yet = gradients if micro_batches == 1 else 0.0

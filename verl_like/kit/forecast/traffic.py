@@ -41,19 +41,21 @@ def by_axis(
     if mesh.tensor > 1:  # attention and MLP each gather tokens and scatter sums; no last sum again; then the head
         times = (8 + 3 * again) * stage.layers + 2
         found["tensor"] = count * times * mesh.tensor * hidden * _share(mesh.tensor)
-    if mesh.pipe > 1:  # on to the next stage, gradients to the one before
-        found["pipe"] = count * (2 if mesh.pipe > 2 else 1) * hidden
+    if mesh.pipe > 1:  # on to the next stage's piece, gradients to the one before; of two stages each has one end less
+        found["pipe"] = count * (2 * mesh.virtual - (mesh.pipe == 2)) * hidden
     return found
 
 
-def bubble(stages: int, count: int) -> float:
-    """The least share for `count` equal micro-batches, of GPipe and 1F1B alike.
+def bubble(stages: int, count: int, pieces: int = 1) -> float:
+    """The least share for `count` equal micro-batches, of GPipe and 1F1B alike, whose stages have so many pieces each.
 
-    A stage works at all of them; the first waits for the last one's first pass to come back, the last for its first
-    to arrive: (stages - 1) passes of (count + stages - 1). Sources: Huang et al., GPipe (arXiv 1811.06965), section
-    2.3; Narayanan et al., Megatron-LM (arXiv 2104.04473), section 2.2.
+    A stage works at all of them with each piece; the first waits for the last one's first pass to come back, the last
+    for its first to arrive: (stages - 1) passes of (pieces x count + stages - 1). Fewer micro-batches than stages leave
+    a stage waiting between two pieces as well. Sources: Huang et al., GPipe (arXiv 1811.06965), section 2.3; Narayanan
+    et al., Megatron-LM (arXiv 2104.04473), section 2.2.
     """
-    return (stages - 1) / (count + stages - 1)
+    waits = stages - 1 + (pieces - 1) * max(0, stages - count)
+    return waits / (pieces * count + waits)
 
 
 def _share(ranks: int) -> float:
