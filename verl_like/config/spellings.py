@@ -30,6 +30,19 @@ class Change:
     value: Any
 
 
+def standing(changes: list[Change]) -> list[Change]:
+    """Settings that no later one of the same key, by any name, replaces: the rest is not read. Dictionaries merge."""
+    kept: list[Change] = []
+    replaced: set[str] = set()
+    for change in reversed(changes):
+        key = renamed(change.key)
+        if key not in replaced:
+            kept.append(change)
+        if not isinstance(change.value, dict):
+            replaced.add(key)
+    return kept[::-1]
+
+
 def canonical(changes: list[Change]) -> tuple[list[Change], list[str]]:
     """Settings under today's names and values, and one warning line for each that was translated."""
     result: list[Change] = []

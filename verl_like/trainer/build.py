@@ -48,7 +48,7 @@ from verl_like.trainer.recording import RecordedSource, Recorder
 from verl_like.trainer.replica_group import Fleet
 from verl_like.trainer.replicas import RolloutGroup, StandingRolloutGroup
 from verl_like.trainer.reporting import Reporter
-from verl_like.trainer.resume import fetch_resume, find_resume, processes_text
+from verl_like.trainer.resume import check_data, fetch_resume, find_resume, processes_text
 from verl_like.trainer.reward_check import grade_sample, try_rewards
 from verl_like.trainer.reward_models import use_reward_model
 from verl_like.trainer.roles import (
@@ -151,8 +151,10 @@ def started(
             recover(Path(config.trainer.default_local_dir).expanduser())
             fetch_resume(config.trainer)
             resume = find_resume(config, newest=again)
-            if resume is not None and (other := processes_text(resume, plan.pools[0].world_size)):
-                logger.warning("%s", other)
+            if resume is not None:
+                check_data(resume, inputs.train)
+                if other := processes_text(resume, plan.pools[0].world_size):
+                    logger.warning("%s", other)
             run: dict[str, Any] = {"end_ids": inputs.eos_ids, "vision": inputs.vision, "resume": resume}
             checkpoints = Checkpoints(config.trainer, inputs.tokenizer, confirm=confirm_folder, **run)
             stack.callback(checkpoints.close)

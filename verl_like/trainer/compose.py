@@ -36,7 +36,7 @@ from verl_like.config.errors import ConfigError, raise_if_any
 from verl_like.config.parser import meant
 from verl_like.config.rules import check
 from verl_like.config.schema import find_key, from_dict, get_value, keys, of_no_home, sections, suggest, to_dict
-from verl_like.config.spellings import Change, canonical, refusal, renamed
+from verl_like.config.spellings import Change, canonical, refusal, renamed, standing
 from verl_like.models.adapter_config import adapter_settings
 from verl_like.models.location import weight_bytes
 from verl_like.observe.redaction import HIDDEN, redacted_tree
@@ -166,8 +166,8 @@ def compose_tree(overrides: Overrides, yaml_files: Sequence[str | Path]) -> tupl
     _take_objective(settings)
     inlined, problems = inline_all(_leaves(settings.changes), settings.helpers)
     settings.problems += problems
-    changes, warnings = canonical(_leaves(inlined))
-    changes = [_fitted(change, settings) for change in own_data_keys(_leaves(changes), settings.added)]
+    changes, warnings = canonical(standing(_leaves(inlined)))
+    changes = [_fitted(change, settings) for change in own_data_keys(standing(_leaves(changes)), settings.added)]
     settings.problems += [problem for change in changes if (problem := _unknown(change))]
     raise_if_any(settings.problems)
     tree = _base(settings.groups)

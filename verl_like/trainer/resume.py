@@ -21,6 +21,8 @@ from verl_like.config import PPOConfig, TrainerConfig
 from verl_like.config.errors import raise_if_any
 from verl_like.config.roles import RoleConfig, roles_of
 from verl_like.config.schema import keys, to_dict
+from verl_like.data.dataset import Dataset
+from verl_like.data.sampler import check_identity
 from verl_like.observe.redaction import redacted_tree
 from verl_like.observe.run_folder import value_at
 from verl_like.registry import part
@@ -157,6 +159,19 @@ def find_resume(config: PPOConfig, *, newest: bool = False) -> Path | None:
     return path
 
 
+def check_data(path: Path, now: Dataset) -> None:
+    """Compare the training data with those that the checkpoint's place is in, before what trains on them is started.
+
+    Raises ValueError where they are others.
+    """
+    place = layout.read_trainer_state(path)["source"]
+    if place is not None and "identity" in place:
+        try:
+            check_identity(place["identity"], now.identity())
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+
 def processes_text(path: Path, processes: int) -> str:
     """Describe a resume on another number of processes; "" where it is the same number."""
     then = len(list((path / layout.ACTOR / "extra").glob("rank_*.pt")))
@@ -258,7 +273,8 @@ def _report(path: Path, saved: dict[str, Any], config: PPOConfig) -> None:
         logger.warning("%s was written without its configuration: which keys changed since is not known", path)
     elif lines := changed_keys(saved, config):
         logger.warning(
-            "%d key(s) changed since %s was saved; the present values are used:\n  %s",
+            "%d key(s) changed since %s was saved; the present values are used, but the order of prompts (data.seed, "
+            "data.shuffle) and an adaptive KL coefficient go on from there:\n  %s",
             *(len(lines), path, "\n  ".join(lines)),
         )
     if (path / layout.CRITIC).is_dir() and layout.CRITIC not in roles_of(config):

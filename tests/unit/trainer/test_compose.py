@@ -306,6 +306,19 @@ def test_a_key_with_two_values_is_named(tmp_path):
     assert warnings == ["data.seed is given 2 times (2, 3): the last one counts"]
 
 
+def test_what_a_later_value_replaces_is_not_looked_at(tmp_path):
+    """A script's own values, before those of its caller ("$@"); null after a value is the default again."""
+    (tmp_path / "own.yaml").write_text("trainer: {device: npu}\nreward_model: {reward_manager: dapo}")
+    replaced = ["trainer.nnodes=", "actor_rollout_ref.rollout.name=trtllm", "critic.optim.warmup_style=cosine"]
+    given = ["trainer.device=cpu", "trainer.nnodes=1", "actor_rollout_ref.rollout.name=hf"]
+    nulls = ["critic.optim.lr_scheduler_type=null", "reward_model.reward_manager=null"]  # the first by another name
+    config, warnings = compose_with_warnings([*replaced, *given, *nulls], [tmp_path / "own.yaml"])
+    assert (config.trainer.device, config.trainer.nnodes, config.actor_rollout_ref.rollout.name) == ("cpu", 1, "hf")
+    assert config.critic.optim.warmup_style == PPOConfig().critic.optim.warmup_style
+    assert config.reward_model.reward_manager == PPOConfig().reward_model.reward_manager
+    assert not any("trtllm becomes" in warning for warning in warnings)
+
+
 def test_flags_of_other_projects_are_answered(capsys):
     with pytest.raises(SystemExit):
         run_main(lambda config: pytest.fail("must not run"), ["--num-generations", "8", "--lora"])

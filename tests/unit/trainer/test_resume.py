@@ -7,6 +7,7 @@ import logging
 import shutil
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from verl_like.config import PPOConfig
 from verl_like.config.errors import ConfigError
 from verl_like.config.schema import to_dict
 from verl_like.remote_storage import RemoteFolder
+from verl_like.trainer.build import started
 from verl_like.trainer.compose import save_resolved
 from verl_like.trainer.resume import changed_keys, fetch_resume, find_resume, processes_text, run_of
 
@@ -170,7 +172,7 @@ def test_changed_keys_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture)
         find_resume(config_of(tmp_path))
         assert "resuming from" in caplog.text and "changed since" not in caplog.text
         find_resume(config_of(tmp_path, **changes))
-    assert "5 key(s) changed since" in caplog.text
+    assert "5 key(s) changed since" in caplog.text and "(data.seed, data.shuffle)" in caplog.text
     for line in (
         "actor_rollout_ref.actor.optim.lr: 1e-06 -> 0.0003",
         "actor_rollout_ref.actor.optim.betas: [0.9, 0.999] -> [0.8, 0.9]",
@@ -188,6 +190,18 @@ def test_a_key_that_is_new_since_counts_with_its_default() -> None:
     assert changed_keys(saved, config) == []
     config.trainer.save_freq = 5
     assert changed_keys(saved, config) == ["trainer.save_freq: None -> 5"]
+
+
+def test_other_training_data_are_refused_before_the_workers(tmp_path: Path) -> None:
+    """The workers' start may take minutes: it has not begun when the data are compared."""
+    path = checkpoint(tmp_path)
+    layout.write_trainer_state(path, layout.read_trainer_state(path) | {"source": {"identity": {"rows": 64}}})
+    collect(path)
+    data = SimpleNamespace(identity=lambda: {"rows": 32})
+    ready: Any = SimpleNamespace(config=config_of(tmp_path), plan=None, train=data, tool_usage=dict)
+    expected = r"global_step_4: the training data changed .* Then: 64 .* Now: 32"
+    with pytest.raises(ConfigError, match=expected), started(ready, pytest.fail):
+        pass
 
 
 def test_a_checkpoint_of_an_older_version_is_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
