@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -201,6 +201,7 @@ class _Around:
     stages: Mapping[str, Any]
     facts: Mapping[str, Any]
     stopping = None  # of rules of health
+    clock, saved_on_error = StepClock, nullcontext
 
     def __init__(self, rollouts: Rollouts, scores: Scores) -> None:
         self._rollouts, self._scores, self.health = rollouts, scores, self
@@ -213,12 +214,6 @@ class _Around:
 
     def keep(self, _: int, stages: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
         self.stages, self.facts = stages, facts
-
-    def clock(self) -> StepClock:
-        return StepClock()
-
-    def saved_on_error(self, _: PPOTrainer) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def _no_metrics(self, *_: Any) -> dict[Any, Any]:
         return {}
