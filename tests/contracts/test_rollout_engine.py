@@ -521,12 +521,12 @@ def test_an_engine_that_threw_its_weights_away_goes_on_when_they_come_again(engi
 def test_a_response_goes_on_from_what_was_sampled_before(engine: RolloutEngine) -> None:
     """With hf as if it had never been cut; vllm draws other numbers after a cut, the same ones after the same cut."""
     for request, whole in zip(requests(4, ENDLESS), engine.generate(requests(4, ENDLESS)), strict=True):
-        beginning = Sampled.of(whole.token_ids[:40], whole.log_probs[:40], 0)
+        beginning = Sampled.of(whole.token_ids[:40], whole.log_probs[:40], range(40))
         cut = dataclasses.replace(request, resume=beginning)
         once, again = engine.generate([cut])[0], engine.generate([cut])[0]
         assert once.token_ids == again.token_ids and len(once.token_ids) == 100
         assert once.token_ids[:40] == whole.token_ids[:40]
-        assert once.sampled.weight_versions.tolist() == [0] * 40 + [1] * 60
+        assert once.sampled.weight_versions.tolist() == [*range(40)] + [1] * 60
         assert gap(request, once) < 1e-5
         assert type(engine).__name__ == "VLLMRolloutEngine" or once.token_ids == whole.token_ids
     with pytest.raises(ValueError, match="100 tokens to resume from leave nothing to sample of max_tokens=100"):

@@ -37,6 +37,12 @@ def keep_freed_memory() -> bool:
     return not refused
 
 
+def return_freed_memory() -> None:
+    """Give back to the kernel what this process has freed, kept or not; nothing with another malloc than glibc's."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """True for CUDA's out-of-memory error, Python's, or torch's on a CPU, which has no class of its own."""
     on_cpu = isinstance(error, RuntimeError) and tells_of_memory(str(error))

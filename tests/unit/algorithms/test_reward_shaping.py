@@ -317,6 +317,12 @@ def test_reward_clip_and_its_fraction() -> None:
     assert shape(AlgorithmConfig(reward_clip=0.0)).reward_B.tolist() == VALUES  # 0 is off
 
 
+def test_rewards_are_normalised_then_clipped() -> None:
+    both = AlgorithmConfig(reward_norm=RewardNormConfig(kind="batch"), reward_clip=0.5)
+    whole = naive_norm(VALUES, GROUPS, "batch", "batch")
+    assert shape(both).reward_B.tolist() == pytest.approx([min(max(value, -0.5), 0.5) for value in whole])
+
+
 def test_token_rewards_are_clipped_then_whitened_over_sampled_tokens() -> None:
     mask = torch.tensor([[True, True, False], [True, False, False]])
     rewards = torch.tensor([[0.0, 3.0, 0.0], [-5.0, 0.0, 0.0]])

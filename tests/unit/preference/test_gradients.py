@@ -18,7 +18,7 @@ from verl_like.config import PPOConfig, TrainerConfig
 from verl_like.config.preference import PreferenceConfig
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.parallel.dist import ProcessInfo
-from verl_like.plugins.preference.losses import Measured, carried, imitation, referenced
+from verl_like.plugins.preference.losses import Measured, carried, distance, imitation, referenced
 from verl_like.plugins.preference.pairs import Carried, Item, Pairs, pairs_of
 from verl_like.plugins.sft.turns import Row
 
@@ -157,6 +157,14 @@ def test_losses_equal_plain_models(process: ProcessInfo, path: str, tmp_path: Pa
     loss.backward()
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-6)
     same(found, models[0])
+
+
+@pytest.mark.parametrize(("ratios", "point"), [((1.0, 0.5), 0.75), ((1.0, -1.5), 0.0)])
+def test_ktos_reference_point_is_a_mean_that_is_not_below_0(ratios: tuple[float, float], point: float) -> None:
+    zeros, yes = torch.zeros(2, 1, dtype=torch.float64), torch.ones(2, 1, dtype=torch.bool)
+    given = {"reference_IS": zeros, "length_IS": zeros + 1, "good_IS": yes, "margin_I": zeros[:, 0]}
+    said = Measured(policy_IS=zeros + torch.tensor(ratios)[:, None], unrelated_IS=yes, **given)
+    assert distance(said).item() == pytest.approx(point)
 
 
 def test_a_reward_model_equals_a_plain_one(process: ProcessInfo, path: str, tmp_path: Path) -> None:

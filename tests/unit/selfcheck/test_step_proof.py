@@ -30,6 +30,7 @@ from verl_like.models.loading import load_tokenizer
 from verl_like.models.token_layout import TokenLayout
 from verl_like.trainer import ppo, roles
 from verl_like.trainer.compose import compose
+from verl_like.trainer.state import TrainState
 from verl_like.workers import roles as worker_roles
 
 ACTOR, CORRECTION, ROLLOUT = "actor_rollout_ref.actor", "algorithm.rollout_correction", "actor_rollout_ref.rollout"
@@ -368,6 +369,24 @@ CREDIT: dict[str, tuple[list[str], Plant, str]] = {
         ["algorithm.adv_estimator=grpo", *KL, "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=100"],
         around(ppo, "make_experience", lambda own, *given, **named: own(*given, **named | {"kl_coef": 0.5})),
         "step 2: advantages",
+    ),
+    "the controller of the penalty counts a sequence too many": (
+        ["algorithm.adv_estimator=grpo", *KL, "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=100"],
+        around(
+            TrainState,
+            "advance",
+            lambda own, *given, num_sequences, **named: own(*given, num_sequences=num_sequences + 1, **named),
+        ),
+        "step 2: KL coefficient",
+    ),
+    "of a cut episode the last row alone is left out": (
+        ["algorithm.adv_estimator=grpo", f"{ACTOR}.mask_truncated=True"],
+        around(
+            experience,
+            "put_together",
+            lambda own, actor, rollouts, *given: own(actor, rollouts, *given).replace(truncated_B=rollouts.cut_off_B),
+        ),
+        "step 1: actor: mini-batch 1: policy loss",
     ),
     "a schedule that stands still": (
         ["algorithm.adv_estimator=grpo"],

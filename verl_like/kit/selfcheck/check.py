@@ -48,6 +48,7 @@ from verl_like.kit.selfcheck.work import (
 from verl_like.models.families import why_padded
 from verl_like.models.heads import HF_PREFIX
 from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
+from verl_like.parallel.host_memory import return_freed_memory
 
 PLAIN = "plain model: "
 _OTHERS_S = 60.0  # how long the last process may take after the first has ended
@@ -85,6 +86,7 @@ class SelfCheck:
         finally:
             shutdown_distributed()
         gc.collect()  # FSDP's modules refer to each other
+        return_freed_memory()
         if ranks > 1:
             findings += self.in_processes(ranks, work, first)
         return findings, [*work.notes, *unchecked_routers(self.config)]
@@ -231,6 +233,7 @@ class SelfCheck:
         with tempfile.TemporaryDirectory() as folder:
             torch.save(work, Path(folder) / "work.pt")
             torch.save(first, Path(folder) / "first.pt")
+            first.gradient.clear()  # the ranks read the file
             processes = [
                 context.Process(target=_rank_main, args=(self, rank, ranks, port, device, folder))
                 for rank in range(ranks)

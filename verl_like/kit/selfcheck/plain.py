@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from verl_like.kit.selfcheck.plain_loss import PlainPolicyLoss, PlainValueLoss
 from verl_like.models import families
 from verl_like.models.heads import VALUE_HEAD, attach_value_head
 from verl_like.models.loading import has_weights, load_hf_config
+from verl_like.parallel.host_memory import return_freed_memory
 
 _PIECE = 2**17  # numbers: what is made of them stays in the processor's cache
 _WAITING = 128  # tokens whose part of the head's gradient is added up at once
@@ -118,12 +120,18 @@ class PlainModel:
         return (known / self.temperature).log_softmax(dim=-1)
 
     @contextmanager
-    def resting(self) -> Iterator[None]:
-        """Hold weights that were loaded, and not changed, in float32 inside, as they were."""
-        if self.adapters is None:
-            self.hf.to(torch.float32)
-        yield
-        self.hf.to(self.dtype)
+    def resting(self, folder: str) -> Iterator[None]:
+        """Hold the weights in a file of `folder` inside, out of memory. Those that were loaded fit into float32."""
+        like: Any = "cpu", self.dtype if self.adapters is not None else torch.float32
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            torch.save({name: weight.detach().to(*like) for name, weight in self.hf.named_parameters()}, file.name)
+            for weight in self.hf.parameters():
+                weight.data = weight.data.new_empty(0)
+            return_freed_memory()
+            yield
+            stored = torch.load(file.name, mmap=True)
+            for name, weight in self.hf.named_parameters():
+                weight.data = stored.pop(name).to(self.device, self.dtype)
 
     def column(self, rows: Sequences, name: str) -> Tensor:
         """One answer for all rows, [B, R], 0 where there is no response."""

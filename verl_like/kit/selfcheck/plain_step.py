@@ -183,6 +183,7 @@ class PlainRecord:
     kept: list[int]
     columns: dict[str, Tensor]
     used_log_probs_BR: Tensor
+    kl_coef: float | None  # of the penalty in the reward, before the step; None: there is none
     before: dict[str, dict[str, Tensor]]
     after: dict[str, dict[str, Tensor]]
     names: dict[str, set[str]]  # of all tensors of a role's model, those that are another one's included
@@ -228,12 +229,14 @@ class PlainStep:
         }
         if self.number > 1:
             self.evaluate()
+        kl_coef = self.kl.coef if self.config.algorithm.use_kl_in_reward else None
         self.credit()
         self.update()
         return PlainRecord(
             kept=self.kept,
             columns=dict(self.columns),
             used_log_probs_BR=self.used_log_probs(),
+            kl_coef=kl_coef,
             before=before,
             after={name: role.weights() for name, role in self.trained.items()},
             names={name: set(role.stored(role.model.hf.state_dict())) for name, role in self.trained.items()},

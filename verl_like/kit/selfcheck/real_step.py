@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -17,12 +18,13 @@ import torch
 from torch import Tensor
 
 from verl_like.algorithms.kl import KLController
-from verl_like.batch import Evaluated, Experience, Metric, Rollouts, Scores, merge_metrics, whole_episodes
+from verl_like.batch import Evaluated, Experience, Metric, Rollouts, Scores, merge_metrics
 from verl_like.config import PPOConfig
-from verl_like.config.actor import OldLogProbs, RouterReplayConfig
+from verl_like.config.actor import OldLogProbs
 from verl_like.config.batch_plan import BatchPlan, sampler_is_trainer
 from verl_like.config.roles import needs_critic
 from verl_like.models.loading import load_tokenizer
+from verl_like.observe.timing import StepClock
 from verl_like.trainer.costs import ModelCosts
 from verl_like.trainer.facts import resolve_world
 from verl_like.trainer.folders import profile_dir
@@ -46,6 +48,7 @@ class RealStep:
 
     evaluated: Evaluated
     experience: Experience  # of the rows that are trained on
+    kl_coef: float  # of the penalty in the reward, before the step
     minibatches: dict[str, list[dict[str, Metric]]]  # by role: the metrics of each optimizer step, over all ranks
     weights: dict[str, dict[str, Tensor]]  # by role, after the step: float32, as a rollout engine would get them
 
@@ -91,7 +94,7 @@ def small(config: PPOConfig, ranks: int, folder: str) -> PPOConfig:
     ref = dataclasses.replace(policy.ref, **micro("log_prob"))
     critic = cut(critic)
     critic = dataclasses.replace(critic, **micro("forward"))
-    actor = dataclasses.replace(cut(policy.actor), router_replay=RouterReplayConfig())
+    actor = cut(policy.actor)
     if sampler_is_trainer(config):  # not here, where the given rollouts have log-probs of their own
         actor = dataclasses.replace(actor, old_log_probs=OldLogProbs.recompute)
     return dataclasses.replace(
@@ -110,6 +113,12 @@ def small(config: PPOConfig, ranks: int, folder: str) -> PPOConfig:
             placement={},
             log_dir=folder,
             critic_warmup=0,
+            profile_steps=None,
+            save_freq=-1,
+            save_each_epoch=False,
+            test_freq=-1,
+            test_each_epoch=False,
+            max_skipped_updates=-1,
             total_training_steps=trainer.total_training_steps or 10,
             rpc_timeout=_TIMEOUT_S,
         ),
@@ -145,46 +154,75 @@ def real_steps(config: PPOConfig, rollouts: Rollouts, scores: Scores, *, count: 
 
         actor, critic = role(ActorHandle, costs.actor), role(CriticHandle, costs.critic)
         assert actor is not None
-        nothing = cast(Any, None)  # of what only sampling, reports and checkpoints ask for
+        around = cast(Any, _Around(rollouts, scores))
         trainer = trainer_class(config)(
             config=config,
             plan=plan,
             state=TrainState(step=0, weight_version=0, kl=KLController.from_config(config.algorithm.kl_ctrl)),
-            total_steps=1,
-            source=nothing,
+            total_steps=count + 1,
+            source=around,
             pools=pools,
             actor=actor,
             reference=role(ReferenceHandle, costs.actor),
             critic=critic,
-            weights=nothing,
-            rewards=nothing,
-            validator=nothing,
-            checkpoints=nothing,
-            report=nothing,
-            stop=nothing,
+            weights=around,
+            rewards=around,
+            validator=around,
+            checkpoints=around,
+            report=around,
+            recorder=around,
+            stop=around,
         )
         trained: Mapping[str, RoleHandle] = {"actor": actor} | ({} if critic is None else {"critic": critic})
         kept = {name: _Kept(handle) for name, handle in trained.items()}
-        return [_step(trainer, kept, rollouts, scores, number + 1) for number in range(count)]
+        return [_step(trainer, around, kept) for _ in range(count)]
 
 
-def _step(trainer: PPOTrainer, kept: dict[str, _Kept], rollouts: Rollouts, scores: Scores, number: int) -> RealStep:
-    """Make a step as `PPOTrainer.step` does, without what surrounds it."""
-    evaluated = trainer.evaluate(rollouts)
-    experience, metrics = trainer.make_experience(rollouts, scores, evaluated)
-    if trainer.critic is not None:
-        trainer.update_critic(experience, number)
-    trainer.update_actor(experience, number)
-    num_sequences = len(whole_episodes(rollouts, scores)[0])
-    trainer.state = trainer.state.advance(metrics, num_sequences=num_sequences, actor_updated=True)
+def _step(trainer: PPOTrainer, around: _Around, kept: dict[str, _Kept]) -> RealStep:
+    """Make the trainer's next step."""
+    trainer.step()
     return RealStep(
-        evaluated=evaluated,
-        experience=experience,
+        evaluated=around.stages["evaluated"],
+        experience=around.stages["experience"],
+        kl_coef=around.facts["kl_coef"],
         minibatches={name: each.minibatches for name, each in kept.items()},
         weights={
             name: _laid_down(each.handle.call_all("full_weights")[0], trainer.config) for name, each in kept.items()
         },
     )
+
+
+class _Around:
+    """Stands in for what surrounds a step in a run: the same rows and scores each time; no reports, checkpoints, sync.
+
+    stages, facts: of the last step, as a recorder gets them.
+    """
+
+    stages: Mapping[str, Any]
+    facts: Mapping[str, Any]
+    stopping = None  # of rules of health
+    clock, saved_on_error = StepClock, nullcontext
+
+    def __init__(self, rollouts: Rollouts, scores: Scores) -> None:
+        self._rollouts, self._scores, self.health = rollouts, scores, self
+
+    def next_batch(self, _: int) -> tuple[Rollouts, _Around]:
+        return self._rollouts, self
+
+    def result(self) -> Scores:
+        return self._scores
+
+    def keep(self, _: int, stages: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+        self.stages, self.facts = stages, facts
+
+    def _no_metrics(self, *_: Any) -> dict[Any, Any]:
+        return {}
+
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        pass
+
+    metrics = step = rows_to_keep = _no_metrics
+    wait = update_begins = step_ended = validated = complete = sync = weights_changed = _nothing
 
 
 def _laid_down(weights: dict[str, Tensor], config: PPOConfig) -> dict[str, Tensor]:

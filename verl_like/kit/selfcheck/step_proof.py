@@ -87,7 +87,7 @@ def _proved(config: PPOConfig, notes: list[str]) -> tuple[list[Finding], list[st
     plain, found = plain_step(config, vocabulary), list[Finding]()
     with ExitStack() as resting:
         for role in plain.trained.values():
-            resting.enter_context(role.model.resting())
+            resting.enter_context(role.model.resting(str(config.trainer.log_dir)))
         steps = real_steps(config, plain.rollouts, plain.scores, count=_STEPS)
     for number, real in enumerate(steps):
         record, prefix = plain.run(), f"step {number + 1}: "
@@ -218,7 +218,7 @@ def frozen_rollouts(config: PPOConfig, vocab_size: int) -> tuple[Rollouts, Score
         step_BR=step_BR if config.algorithm.estimator.turns else None,
         anchor_BR=step_BR.long() if config.algorithm.estimator.turns else None,
         weight_version_BR=torch.zeros_like(response_ids_BR),
-        finish_reasons=["length" if row % 6 == 1 else "stop" for row in rows],
+        finish_reasons=["length" if row % 6 == 1 or row == 3 else "stop" for row in rows],
         rows=[
             PromptRow(index=row // n, data_source="selfcheck", messages=[], extra_info={hard: number[episode].item()})
             for row, episode in zip(rows, episode_B.tolist(), strict=True)
@@ -235,10 +235,13 @@ def frozen_rollouts(config: PPOConfig, vocab_size: int) -> tuple[Rollouts, Score
 
 
 def _as_trees(texts: list[list[int]], n: int) -> list[list[int]]:
-    """Let each response of a prompt begin as the one before, a token further."""
+    """Let the responses to a prompt begin alike: the second as the first, and all others as the second, a token longer.
+
+    So three and more go on from one token, each in its own way.
+    """
     for row in range(len(texts)):
         if row % n:
-            common = min(row % n + 1, len(texts[row - 1]), len(texts[row]))
+            common = min(1 + min(row % n, 2), len(texts[row - 1]), len(texts[row]))
             texts[row][:common] = texts[row - 1][:common]
     return texts
 
@@ -265,6 +268,9 @@ def compared(plain: PlainRecord, real: RealStep, mask_BR: Tensor) -> Iterator[Fi
             expected_BR = plain.used_log_probs_BR if name == "old_log_probs" else plain.columns[name]
             size = max(1.0, float(expected_BR.abs().max())) if name == "entropy" else 1.0  # a sum over the vocabulary
             yield Finding(name=_words(name), difference=_gap(found_BR, expected_BR, mask_BR) / size, limit=_NEAR)
+    if plain.kl_coef is not None:
+        gap = abs(real.kl_coef - plain.kl_coef) / max(plain.kl_coef, 1e-12)
+        yield Finding(name="KL coefficient", difference=gap, limit=_SCALED)
     same = len(made) == len(plain.kept)
     yield Finding(name="rows that are trained on", difference=0.0 if same else math.inf)
     for name, found_BR in (("advantages", made.advantages_BR), ("returns", made.returns_BR)):

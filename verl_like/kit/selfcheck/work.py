@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from verl_like.algorithms.kl import FULL_KL_KIND
 from verl_like.batch import Rollouts
 from verl_like.config import FSDPConfig, ModelConfig, PPOConfig
-from verl_like.config.actor import RouterConfig
+from verl_like.config.actor import RouterConfig, RouterReplayConfig
 from verl_like.config.batch_plan import two_policies
 from verl_like.config.roles import needs_critic
 from verl_like.kit.selfcheck.driver import Share, old_log_probs_of, shares_of
@@ -186,12 +186,13 @@ def reference_scale(config: PPOConfig) -> float | None:
 
 
 def comparable(config: PPOConfig) -> PPOConfig:
-    """The user's settings in float32 and without dropout, so that all differences are rounding or errors."""
+    """The settings in float32, without dropout and replayed routes: all differences are rounding or errors."""
     policy, critic = config.actor_rollout_ref, config.critic
+    off: Any = {"router": RouterConfig(), "router_replay": RouterReplayConfig()}
     policy = dataclasses.replace(
         policy,
         model=_without_dropout(policy.model),
-        actor=dataclasses.replace(policy.actor, router=RouterConfig(), fsdp_config=float32(policy.actor.fsdp_config)),
+        actor=dataclasses.replace(policy.actor, fsdp_config=float32(policy.actor.fsdp_config), **off),
         ref=dataclasses.replace(policy.ref, fsdp_config=float32(policy.ref.fsdp_config)),
     )
     model = _without_dropout(critic.model) if needs_critic(critic, config.algorithm) else critic.model
