@@ -49,6 +49,11 @@ PARTS: dict[str, dict[str, str]] = {
         "difficulty": f"{_PLUGINS}.samplers.difficulty:CurriculumSampler",
         "weighted": f"{_PLUGINS}.samplers.mixing:WeightedSampler",
     },
+    # tokens that a response may go on with
+    "drafts": {
+        "lookup": f"{_PLUGINS}.drafts.lookup:Lookup",
+        "history": f"{_PLUGINS}.drafts.history:History",
+    },
     "environments": {"datasets": f"{_PLUGINS}.games.dataset:datasets"},
     # models that grade: the judge behind an endpoint, and those of the run's own workers
     "reward_model": {
