@@ -44,7 +44,7 @@ _LOOK_S = 0.05  # at least, between two looks at the clock of an episode
 
 
 class DraftHistory(Protocol):
-    """Keeps the responses of earlier epochs in the driver, by the number of a data row and the turn (`rollout.speculative`)."""
+    """Keeps the responses of earlier epochs (`rollout.speculative`), by the number of a data row and the turn."""
 
     def of(self, index: int, turn: int) -> Sequence[NDArray[np.int32]]:
         """Earlier responses."""

@@ -26,7 +26,7 @@ class History:
         self._keeps, self._most_bytes = config.method == "history", config.history_megabytes * 10**6
         self._kept: dict[_Key, list[NDArray[np.int32]]] = {}  # the last sampled last
         self._num_bytes = 0
-        self._counts = dict.fromkeys(("tokens", "drafted", "kept"), 0)
+        self._counts: dict[str, int] = dict.fromkeys(("tokens", "drafted", "kept"), 0)
 
     def of(self, index: int, turn: int) -> Sequence[NDArray[np.int32]]:
         """Earlier responses to this turn of a data row, the last one last."""
