@@ -54,6 +54,43 @@ OPERATIONS = [
         "cluster/test_watchdog.py",
     ),
 ]
+DRAFTS = [
+    Mutation(
+        "a guess counts though another token was drawn",
+        "rollout/hf_batch.py",
+        "row.take(token, log_prob, version)\n                if token != guess",
+        "row.take(token if guess is None else guess, log_prob, version)\n                if False",
+        "drafts/test_engine.py",
+    ),
+    Mutation(
+        "all guesses are drawn with one random number",
+        "rollout/rows.py",
+        "row.uniform[len(row.token_ids) + i]",
+        "row.uniform[len(row.token_ids)]",
+        "drafts/test_engine.py",
+    ),
+    Mutation(
+        "what wrong guesses left in the cache is seen",
+        "rollout/hf_batch.py",
+        "(torch.arange(most, device=taken_b.device) < taken_b[:, None])",
+        "(torch.arange(most, device=taken_b.device) < most + 0 * taken_b[:, None])",
+        "drafts/test_engine.py",
+    ),
+    Mutation(
+        "tokens that are guessed together see each other out of order",
+        "rollout/hf_cache.py",
+        "attention_mask = attention_mask.repeat(1, 1, shared, 1)",
+        "attention_mask = attention_mask.repeat_interleave(shared, 2)",
+        "drafts/test_engine.py",
+    ),
+    Mutation(
+        "guesses are made whatever they cost",
+        "plugins/drafts/lookup.py",
+        "if worth > best:",
+        "if columns:",
+        "drafts/test_lookup.py",
+    ),
+]
 SERVED_AND_QUANTISED = [
     Mutation(
         "samples come from the adapters of before the step",
@@ -670,6 +707,7 @@ FAMILIES = (
     EPISODES,
     WEIGHTS,
     OPERATIONS,
+    DRAFTS,
     SERVED_AND_QUANTISED,
 )
 MUTATIONS = [mutation for family in FAMILIES for mutation in family]

@@ -36,7 +36,8 @@ class EngineKind:
     quantisations: values of rollout.quantization; unquantised: why there are none, where it could be asked.
     adapter_rank: the largest LoRA rank that it keeps apart from the weights; None: any.
     adapts_experts: it keeps adapters of experts and routers apart.
-    drafts: it can guess tokens ahead (speculative decoding).
+    drafts: it can guess tokens ahead (speculative decoding) by its own means.
+    guesses: it takes guesses of ours (rollout.speculative), and draws the same tokens with them.
     whole_prompts: without chunked prefill max_num_batched_tokens must hold a whole sequence.
     records_routes: it records the experts that it chooses for each token of a mixture of experts.
     first_apart: the first token of use_fire_sampling is a request of its own.
@@ -67,6 +68,7 @@ class EngineKind:
     adapter_rank: int | None = None
     adapts_experts: bool = False
     drafts: bool = False
+    guesses: bool = False
     whole_prompts: bool = False
     records_routes: bool = False
     first_apart: bool = False
@@ -115,6 +117,7 @@ ENGINES = {
         adapts_experts=True,
         records_routes=True,
         exact=True,
+        guesses=True,
     ),
     "recorded": EngineKind(recorded=True, records_routes=True),
     "openai": EngineKind(endpoint=True),

@@ -217,6 +217,22 @@ class SchedulerConfig(ConfigNode):
 
 
 @dataclass(kw_only=True, slots=True)
+class SpeculativeConfig(ConfigNode):
+    """`rollout.speculative.*`: tokens guessed ahead, checked several at a time; they never change what is sampled."""
+
+    method: str = key("none", one_of("none", "ngram", "history"))
+    """Where guesses come from. ngram: what followed a response's last tokens before, in prompt and response; history
+    (name=hf): also in the responses of its group under way, and in those of the same row in earlier epochs. none: no
+    guesses."""
+    max_tokens: int = key(8, at_least(1), unit="tokens", idle="method is none")
+    """Most tokens guessed ahead of each row."""
+    min_similarity: float = key(0.3, above(0), between(0, 1), unit="probability", idle="method is none")
+    """Guess on while the chance to be right, by what was right before, is at least so much. On the hf engine alone."""
+    history_megabytes: int = key(256, at_least(1), unit="MB", idle="method is not history")
+    """Memory for earlier responses, in the driver and in checkpoints; the oldest go first."""
+
+
+@dataclass(kw_only=True, slots=True)
 class RolloutConfig(ConfigNode):
     """`actor_rollout_ref.rollout.*`."""
 
@@ -343,6 +359,8 @@ class RolloutConfig(ConfigNode):
     """Arguments passed to the engine as they are."""
     openai: EndpointConfig = section(EndpointConfig, idle="name is not openai")
     """The model of rollout.name=openai."""
+    speculative: SpeculativeConfig = section(SpeculativeConfig)
+    """Tokens guessed ahead."""
     scheduler: SchedulerConfig = section(SchedulerConfig)
     """Which requests run where and when."""
     val_kwargs: ValKwargsConfig = section(ValKwargsConfig)
@@ -369,6 +387,15 @@ class RolloutConfig(ConfigNode):
     def engine(self) -> EngineKind:
         """The row of `name`: what the engine is and can."""
         return ENGINES[self.name]
+
+    @property
+    def own_drafts(self) -> Any:
+        """Settings of speculative decoding by vLLM's own means, as it spells them; None: it guesses nothing."""
+        if not self.engine.drafts:
+            return None
+        if self.speculative.method != "ngram":
+            return self.engine_kwargs.vllm.get("speculative_config")
+        return {"method": "ngram", "num_speculative_tokens": self.speculative.max_tokens, "prompt_lookup_max": 4}
 
 
 def reads_text(rollout: RolloutConfig) -> bool:

@@ -9,7 +9,11 @@ import logging
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from verl_like.batch import MediaHandle, Prompt, Scores, usable_number
 from verl_like.episodes.episode import Episode, EpisodeAborted, EpisodeFailure, EpisodeRunner
@@ -39,6 +43,30 @@ T = TypeVar("T")
 _LOOK_S = 0.05  # at least, between two looks at the clock of an episode
 
 
+class DraftHistory(Protocol):
+    """Keeps the responses of earlier epochs (`rollout.speculative`), by the number of a data row and the turn."""
+
+    def of(self, index: int, turn: int) -> Sequence[NDArray[np.int32]]:
+        """Earlier responses."""
+        ...
+
+    def note(self, index: int, turn: int, completion: Completion) -> None:
+        """Remember one more, and what became of its drafts."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the responses since the last call."""
+        ...
+
+    def write(self, folder: Path) -> None:
+        """Write all into a folder that becomes a checkpoint."""
+        ...
+
+    def read(self, folder: Path) -> None:
+        """Read what `write` wrote; nothing where it wrote nothing."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answering:
     """Settings by which prompts are answered.
@@ -53,6 +81,7 @@ class Answering:
     priority: of its requests; the lower it is, the earlier they are sampled.
     policies: say what becomes of lost episodes.
     tool_usage: returns the metrics of the tools since its last call.
+    drafts: earlier responses, which engines are told (rollout.speculative).
     """
 
     runner: EpisodeRunner
@@ -67,6 +96,7 @@ class Answering:
     priority: int = 0
     policies: Policies = field(default_factory=Policies)
     tool_usage: Callable[[], dict[str, float]] = dict
+    drafts: DraftHistory | None = None
 
     @property
     def num_begun(self) -> int:
@@ -330,10 +360,13 @@ class Asker:
             session=f"{how.purpose}-{group}-{trail.sample}" if how.spread else f"{how.purpose}-{group}",
             turn=turn,
             priority=how.priority,
+            drafts=() if how.drafts is None else how.drafts.of(trail.prompt.row.index, turn),
         )
         completion = await self._completed(request)
         if completion.finish_reason == "abort":
             raise EpisodeAborted(f"request {request.request_id} was aborted")
+        if how.drafts is not None:
+            how.drafts.note(trail.prompt.row.index, turn, completion)
         return completion
 
     async def _completed(self, request: GenerationRequest) -> Completion:

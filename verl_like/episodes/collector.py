@@ -91,6 +91,8 @@ class Collector:
         self._check_versions(rollouts)
         self._metrics |= conversation_metrics([member.episode for group in groups for member in group.sampled])
         self._metrics |= race_metrics(groups) | self.how.tool_usage()
+        if self.how.drafts is not None:
+            self._metrics |= self.how.drafts.metrics()
         self._metrics["timing_s/episodes_lag_max"] = self._loop.take_lag()
         if self.how.greedy_too:
             self._add_baseline(groups, rollouts, pending, step)
@@ -133,7 +135,9 @@ class Collector:
         return self._loop.call(self._source.state(), self._patience_s)
 
     def save_under_way(self, folder: Path) -> None:
-        """Into a checkpoint's folder: the tokens of groups that are not trained yet."""
+        """Into a checkpoint's folder: the tokens of groups that are not trained yet, and responses for drafts."""
+        if self.how.drafts is not None:
+            self.how.drafts.write(folder)
         if self._source.across_steps:
             running = {} if self._source.client is None else self._source.client.snapshot()
             partial_responses.write(folder, self._loop.call(self._source.tokens(running), self._patience_s))
@@ -142,6 +146,8 @@ class Collector:
         """Go on with the very next prompt; of those under way, from the tokens in `folder`. ValueError if the data set
         changed."""
         self._source.load_state_dict(state, folder)
+        if self.how.drafts is not None and folder is not None:
+            self.how.drafts.read(folder)
         logger.info("%s", self._source.ledger.text(draws=self.loader.draws, waiting=self.loader.num_waiting))
 
     def close(self) -> None:

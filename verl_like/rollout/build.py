@@ -6,7 +6,9 @@ import torch
 from transformers import PretrainedConfig
 
 from verl_like.config import ModelConfig, RolloutConfig
+from verl_like.models.families import sees
 from verl_like.parallel.dist import ProcessInfo
+from verl_like.rollout import hf_cache
 from verl_like.rollout.base import EngineSpec, RolloutEngine
 from verl_like.user_code import load
 
@@ -56,6 +58,25 @@ def require_heads(rollout: RolloutConfig, hf_config: PretrainedConfig, device_ty
         raise ValueError(f"actor_rollout_ref.rollout.tensor_model_parallel_size={size} {problem}; use one of {sizes}")
 
 
+def require_plain_cache(rollout: RolloutConfig, hf_config: PretrainedConfig) -> None:
+    """Check that the hf engine can take back what it computed for guesses that were wrong.
+
+    Raises ValueError otherwise.
+    """
+    method = rollout.speculative.method
+    if method == "none" or not rollout.engine.guesses:
+        return
+    key = f"actor_rollout_ref.rollout.speculative.method={method}"
+    if sees(hf_config):
+        raise ValueError(f"{key}: not built for models that see images; use method=none")
+    layers = hf_cache.new_cache(hf_config.get_text_config()).layers
+    if other := sorted({type(layer).__name__ for layer in layers} - {hf_cache.GrowingLayer.__name__}):
+        raise ValueError(
+            f"{key}: layers of this model keep windows or states ({', '.join(other)}), from which tokens cannot be "
+            "taken back; use method=none"
+        )
+
+
 def build_rollout_engine(
     rollout: RolloutConfig,
     model: ModelConfig,
@@ -102,6 +123,7 @@ def build_rollout_engine(
             f"actor_rollout_ref.rollout.quantization=fp8 on {torch.cuda.get_device_name(process.device)}: it has no "
             "8-bit floats, and what vLLM packs instead cannot be proved; set quantization=null (Ada and Hopper have)"
         )
+    require_plain_cache(rollout, hf_config)
     spec = EngineSpec(
         rollout=rollout,
         model=model,

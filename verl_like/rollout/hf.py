@@ -25,6 +25,7 @@ from verl_like.batch import pad_rows
 from verl_like.config import ModelConfig
 from verl_like.models import attention, exact, lora, vision
 from verl_like.models.checkpoint_names import CheckpointNames
+from verl_like.models.cost import ModelCost
 from verl_like.models.families import model_class, padded_attention
 from verl_like.models.loading import load_tokenizer, with_exact_biases
 from verl_like.models.routes import Routers
@@ -32,18 +33,23 @@ from verl_like.models.vision import VisionInput
 from verl_like.parallel.checksum import Slice, checksum, sketch, values_of
 from verl_like.parallel.host_memory import is_out_of_memory
 from verl_like.parallel.sharding import saved_buffers
+from verl_like.registry import part
 from verl_like.rollout import hf_cache
 from verl_like.rollout.base import EngineSpec, SteppedRolloutEngine
 from verl_like.rollout.hf_batch import Batch
 from verl_like.rollout.int8 import Int8Linear, quantise_linears
 from verl_like.rollout.rng import preserve_rng
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, Sampled, WeightLoadError
-from verl_like.rollout.rows import Row
+from verl_like.rollout.rows import Proposer, Row
 from verl_like.rollout.step_loop import StepLoop
 
 log = logging.getLogger(__name__)
 
 _ORDER = attrgetter("order")
+# What a decode step costs for any number of rows, and for each token: on a GPU weights are read (in tokens); on a CPU
+# also modules are called (in operations of a layer, at 50 GFLOP/s and 10 GB/s; docs/rollout.md).
+_FIXED_TOKENS = 300.0
+_LAYER_OPERATIONS, _WEIGHT_OPERATIONS, _TOKEN_OPERATIONS = 4e7, 20.0, 2.5e5
 
 
 class HFRolloutEngine(SteppedRolloutEngine):
@@ -83,6 +89,9 @@ class HFRolloutEngine(SteppedRolloutEngine):
         self._waiting: list[Row] = []  # in the order in which they are taken up
         self._taken_up: list[Row] = []  # whose prompts are computed in the step under way
         self._batches: list[Batch] = []  # one, unless the model's caches cannot be joined (hf_batch.py)
+        self._proposer: Proposer | None = None
+        if rollout.speculative.method != "none":
+            self._proposer = part("drafts", "lookup")(rollout.speculative, self._fixed_tokens())
         self.prefilled_tokens = 0
         """Tokens of prompts, and of responses that were begun before, that were computed since the start: equal ones of
         rows that are taken up together once."""
@@ -135,6 +144,13 @@ class HFRolloutEngine(SteppedRolloutEngine):
         """Run a step; rows that end go into `done`, also where it breaks off."""
         new = self._take_up()
         self._taken_up = new
+        if self._proposer is not None and not new and len(self._batches) == 1:
+            (batch,) = self._batches
+            if any(drafts := self._proposer.propose(batch.rows)):
+                self._decode_ahead(batch, drafts)
+                self._collect(batch, done)
+                self._batches = [batch] if batch.rows else []
+                return
         stepped = [(batch, self._decode(batch)) for batch in self._batches]
         stepped += [self._prefill(part) for part in _parts(self._alike(new), self._max_prefill)]
         if len(stepped) > 1 and all(batch.can_join() for batch, _ in stepped):
@@ -223,6 +239,24 @@ class HFRolloutEngine(SteppedRolloutEngine):
         assert batch.next_b1 is not None
         return self._forward(batch.next_b1, batch.widen(), batch, [[row] for row in batch.rows])
 
+    def _decode_ahead(self, batch: Batch, drafts: Sequence[list[int]]) -> None:
+        """Compute what follows each row's last token and each of its drafts, and sample as far as they are drawn."""
+        assert batch.next_b1 is not None
+        ids_bd = pad_rows(drafts, side="right", dtype=torch.int64).to(self._device)
+        ids_bw = torch.cat([batch.next_b1, ids_bd], dim=1)
+        columns = ids_bw.shape[1]
+        logits_bwV = self._logits(ids_bw, batch.widen(columns), batch, None, keep=columns)
+        taken = batch.sample_ahead(logits_bwV, drafts, self._sampling_version, self._tokenizer)
+        batch.settle(taken, columns)
+
+    def _fixed_tokens(self) -> float:
+        """Tokens of one row that are as much work as what a decode step does for any number of rows."""
+        if self._device.type != "cpu":
+            return _FIXED_TOKENS
+        cost = ModelCost.count(self._module)
+        weights = (cost.body_weights + cost.head_weights) / len(cost.windows)  # of a layer
+        return (_LAYER_OPERATIONS + _WEIGHT_OPERATIONS * weights) / (_TOKEN_OPERATIONS + 2 * weights)
+
     def _forward(
         self,
         ids_bs: Tensor,
@@ -233,16 +267,19 @@ class HFRolloutEngine(SteppedRolloutEngine):
     ) -> Tensor:
         """Compute logits [b, V] of the token after the last of `ids_bs`, and note the routes of these for `rows`."""
         if self._routers is None:
-            return self._logits(ids_bs, positions_bs, batch, images)
+            return self._logits(ids_bs, positions_bs, batch, images)[:, -1]
         with self._routers.noting() as noted:
-            logits_bV = self._logits(ids_bs, positions_bs, batch, images)
+            logits_bV = self._logits(ids_bs, positions_bs, batch, images)[:, -1]
         routes_bs = torch.stack(noted, 1).to(self._routers.dtype).unflatten(0, ids_bs.shape).cpu().numpy()
         for alike, routes_s, length in zip(rows, routes_bs, batch.length_b.tolist(), strict=True):
             for row in alike:
                 row.went(routes_s[-min(length, len(routes_s)) :])  # prompts are padded on the left
         return logits_bV
 
-    def _logits(self, ids_bs: Tensor, positions_bs: Tensor, batch: Batch, images: VisionInput | None) -> Tensor:
+    def _logits(
+        self, ids_bs: Tensor, positions_bs: Tensor, batch: Batch, images: VisionInput | None, keep: int = 1
+    ) -> Tensor:
+        """Compute logits [b, keep, V] of the tokens after the last `keep` of `ids_bs`."""
         if self._vision is not None:
             output = vision.run(
                 self._module,
@@ -254,17 +291,17 @@ class HFRolloutEngine(SteppedRolloutEngine):
                 past_key_values=batch.cache,
                 use_cache=True,
             )
-            logits_bV = self._module.get_output_embeddings()(output.last_hidden_state[:, -1])
-            return logits_bV[:, : self.tokenizer_size]
+            logits_bkV = self._module.get_output_embeddings()(output.last_hidden_state[:, -keep:])
+            return logits_bkV[..., : self.tokenizer_size]
         output = self._module(
             input_ids=ids_bs,
             **self._seen(batch.mask_bS, batch.mask_bS.shape[1] - batch.length_b),
             position_ids=positions_bs,
             past_key_values=batch.cache,
             use_cache=True,
-            logits_to_keep=1,
+            logits_to_keep=keep,
         )
-        return output.logits[:, -1, : self.tokenizer_size]
+        return output.logits[:, -keep:, : self.tokenizer_size]
 
     def _seen(self, mask_bS: Tensor, start_b: Tensor) -> dict[str, Any]:
         """Say which columns are a row's own: those of the mask, from `start_b` on."""

@@ -17,6 +17,7 @@ from transformers.masking_utils import sdpa_mask
 
 ATTENTION_NAME = "verl_like_decode"
 _ROOM = 64  # columns, at least, that are allocated ahead
+_FEW = 16  # tokens of a row that are computed beside its cache, and not as a prompt
 
 
 class GrowingLayer(DynamicLayer):
@@ -61,6 +62,16 @@ class GrowingLayer(DynamicLayer):
     def cut(self, width: int) -> None:
         """Leave the last columns."""
         self._first = self._last - width
+        self._show()
+
+    def pick(self, columns_bw: Tensor) -> None:
+        """Leave these columns of each row, in this order."""
+        width = columns_bw.shape[1]
+        for memory in self._memory:
+            used = memory[: self._rows, :, self._first : self._last]
+            at = columns_bw[:, None, :, None].expand(-1, used.shape[1], -1, used.shape[3])
+            used[:, :, :width] = used.gather(2, at)
+        self._last = self._first + width
         self._show()
 
     def keep(self, count: int, holes: Tensor, movers: Tensor) -> None:
@@ -122,14 +133,18 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Compute what transformers' "sdpa" does, [b, s, heads, head size].
 
-    One token of each row that attends to its cache: query heads that share a key head become as many queries of it, so
-    that nothing is repeated.
+    A few tokens of each row that attend to its cache: query heads that share a key head become as many queries of it,
+    so that nothing is repeated.
     """
-    shared = query.shape[1] // key.shape[1]
-    alone = query.shape[2] == 1 and options.get("position_bias") is None and options.get("cache") is None
-    if not alone or shared == 1 or (attention_mask is not None and attention_mask.shape[1] != 1):
+    rows, heads, new, size = query.shape
+    shared = heads // key.shape[1]
+    few = new <= _FEW and options.get("position_bias") is None and options.get("cache") is None
+    few = few and (new == 1 or attention_mask is not None)  # without a mask torch's own is the causal one
+    if not few or shared == 1 or (attention_mask is not None and attention_mask.shape[1] != 1):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    folded = query.view(query.shape[0], key.shape[1], shared, query.shape[3])
+    folded = query.reshape(rows, key.shape[1], shared * new, size)
+    if new > 1 and attention_mask is not None:
+        attention_mask = attention_mask.repeat(1, 1, shared, 1)
     attended = torch.nn.functional.scaled_dot_product_attention(
         folded,
         key,
@@ -138,7 +153,7 @@ def attend(
         dropout_p=options.get("dropout", 0.0),
         scale=options.get("scaling"),
     )
-    return attended.reshape(query.shape[0], 1, query.shape[1], value.shape[3]), None
+    return attended.reshape(rows, heads, new, value.shape[3]).transpose(1, 2), None
 
 
 def register() -> None:

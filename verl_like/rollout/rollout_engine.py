@@ -146,6 +146,8 @@ class GenerationRequest:
 
     resume: tokens sampled of this response before (it was aborted, or its engine lost). The completion begins with
     them, and the limits of `sampling` count them.
+    drafts: earlier responses to the same prompt, which this one may repeat in parts (rollout.speculative); they change
+    how soon tokens are known, never which they are.
     """
 
     request_id: str
@@ -157,6 +159,7 @@ class GenerationRequest:
     priority: int = 0  # what has less is taken up earlier; of equals, what came earlier
     media: Sequence[MediaHandle] = ()  # images of the prompt, placed in it
     resume: Sampled = NOTHING
+    drafts: Sequence[NDArray[np.int32]] = ()
 
     @property
     def hot_start(self) -> SamplingParams | None:
@@ -174,12 +177,15 @@ class Completion:
     """Tokens sampled for one request: all of them, or, with the reason "abort", those until then.
 
     cached_tokens: tokens of prompt and `resume` that the engine took from its cache.
+    drafted, kept: tokens that were guessed ahead, and those of them that were drawn.
     """
 
     request_id: str
     sampled: Sampled
     finish_reason: FinishReason
     cached_tokens: int = 0
+    drafted: int = 0
+    kept: int = 0
 
     @property
     def token_ids(self) -> list[int]:

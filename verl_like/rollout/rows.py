@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -34,6 +34,9 @@ class Row:
     log_probs: list[float] = field(init=False)
     versions: list[int] = field(init=False)
     routes: list[NDArray[Any]] = field(init=False)  # [some tokens, layers, k] each: of those in the cache
+    drafting: Any = None  # what the proposer of drafts keeps of it
+    drafted: int = 0  # tokens that were guessed ahead,
+    kept: int = 0  # and those of them that were drawn
     begun: bool = False  # taken up before: it lost its cache to other weights, and goes on before all that wait
 
     def __post_init__(self) -> None:
@@ -85,8 +88,21 @@ class Row:
 
     def completion(self, reason: FinishReason, cached_tokens: int = 0) -> Completion:
         return Completion(
-            request_id=self.request.request_id, sampled=self.sampled, finish_reason=reason, cached_tokens=cached_tokens
+            request_id=self.request.request_id,
+            sampled=self.sampled,
+            finish_reason=reason,
+            cached_tokens=cached_tokens,
+            drafted=self.drafted,
+            kept=self.kept,
         )
+
+
+class Proposer(Protocol):
+    """Guesses the next tokens of rows that an engine decodes together (`rollout.speculative`)."""
+
+    def propose(self, rows: Sequence[Row]) -> list[list[int]]:
+        """Return drafts of each row, often none; called before each decode step."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,11 +135,27 @@ class Knobs:
             hot=[i for i, p in enumerate(params) if p.of_hot_token is not None],
         )
 
+    def repeated(self, row_N: Tensor, rows: list[int]) -> Self:
+        """Parameters of these rows, some several times; those in `shaped` and `hot` are there once."""
+        tensors = ("greedy_b", "temperature_b", "top_k_b", "top_p_b", "min_p_b")
+        places = {"shaped": self.shaped, "hot": self.hot}
+        return dataclasses.replace(
+            self,
+            **{name: getattr(self, name)[row_N] for name in tensors},
+            **{name: [rows.index(i) for i in found] for name, found in places.items()},
+        )
 
-def draw_tokens(rows: Sequence[Row], knobs: Knobs, logits_bV: Tensor) -> tuple[Tensor, Tensor]:
+
+def draw_tokens(
+    rows: Sequence[Row], knobs: Knobs, logits_bV: Tensor, ahead: Sequence[int] | None = None
+) -> tuple[Tensor, Tensor]:
     """Draw the next token [b] of each row, with its log-prob in the distribution that it was drawn from.
 
-    logits_bV: logits of the tokenizer's ids alone, float32; they are changed in place.
+    Args:
+        rows: one for each token; a row of which several are drawn is there as often.
+        knobs: their sampling parameters.
+        logits_bV: logits of the tokenizer's ids alone, float32; they are changed in place.
+        ahead: how many tokens behind its row's next one each is; None: all are next ones.
     """
     for i in knobs.shaped:
         shape_logits(logits_bV[i], rows[i].request.sampling, rows[i].request.prompt_ids, rows[i].token_ids)
@@ -138,7 +170,8 @@ def draw_tokens(rows: Sequence[Row], knobs: Knobs, logits_bV: Tensor) -> tuple[T
     if knobs.all_greedy:
         token_b = log_probs_bV.argmax(dim=-1)
     else:
-        uniform = [row.uniform[len(row.token_ids)] for row in rows]
+        places = [0] * len(rows) if ahead is None else ahead
+        uniform = [row.uniform[len(row.token_ids) + i] for row, i in zip(rows, places, strict=True)]
         token_b = draw(log_probs_bV, torch.tensor(uniform, dtype=torch.float64, device=logits_bV.device))
         if knobs.some_greedy:
             token_b = torch.where(knobs.greedy_b, log_probs_bV.argmax(dim=-1), token_b)

@@ -295,6 +295,7 @@ def assemble(
 def answering(config: PPOConfig, inputs: Facts, *, validation: bool) -> Answering:
     """Options by which prompts are answered, in training or in validation."""
     rollout = config.actor_rollout_ref.rollout
+    guesses = rollout.speculative.method != "none" and rollout.engine.guesses
     sampling = (validation_sampling if validation else train_sampling)(rollout, inputs.eos_ids, inputs.tokenizer)
     return Answering(
         runner=inputs.runner,
@@ -309,6 +310,7 @@ def answering(config: PPOConfig, inputs: Facts, *, validation: bool) -> Answerin
         priority=-1 if validation and config.asynchronous else 0,  # training goes on meanwhile, and can wait
         policies=Policies.from_config(rollout.outcomes, max_failure_fraction=config.reward_model.max_failure_fraction),
         tool_usage=inputs.tool_usage,
+        drafts=None if validation or not guesses else part("drafts", "history")(rollout.speculative),
     )
 
 

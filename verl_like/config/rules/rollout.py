@@ -12,6 +12,7 @@ from verl_like.config.schema import get_value
 
 _ROLLOUT, _TURNS = "actor_rollout_ref.rollout", "actor_rollout_ref.rollout.multi_turn"
 _NAME, _TAGS, _DRAFTS = f"{_ROLLOUT}.name", "env.train.tags", f"{_ROLLOUT}.engine_kwargs.vllm"
+_GUESSES = f"{_ROLLOUT}.speculative.method"
 _PROGRAMS = (f"{_ROLLOUT}.gateway.path", f"{_ROLLOUT}.gateway.command")
 LOOP_KEYS = (f"{_ROLLOUT}.agent.agent_loop_config_path", f"{_TURNS}.completion_callback")
 TURN_KEYS = (f"{_TURNS}.enable", *LOOP_KEYS, *_PROGRAMS, _TAGS)
@@ -68,11 +69,32 @@ def fire_counts_its_first_token(config: PPOConfig) -> Findings:
         return (f"{_ROLLOUT}.use_fire_sampling", *given, _NAME), f"{why}; leave one out, or use name=hf or sglang"
 
 
-@rule(_DRAFTS, f"{_ROLLOUT}.min_p", f"{_ROLLOUT}.val_kwargs.min_p")
+@rule(_GUESSES, _NAME, _DRAFTS, f"{_ROLLOUT}.enable_rollout_routing_replay", "trainer.parity")
+def engine_takes_guesses(config: PPOConfig) -> Findings:
+    """Guesses ahead need an engine that takes them, and to check several tokens at a time has sums of its own."""
+    rollout, method = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.speculative.method
+    if method == "none" or rollout.engine.recorded:
+        return
+    if not rollout.engine.guesses and not (method == "ngram" and rollout.engine.drafts):
+        fix = "use name=hf" + (" or vllm" if method == "ngram" else ", or method=ngram, which vllm has too")
+        yield (_GUESSES, _NAME), f"this engine takes no such guesses; {fix}"
+        return
+    if "speculative_config" in rollout.engine_kwargs.vllm:
+        yield (_GUESSES, f"{_DRAFTS}.speculative_config"), "both say how tokens are guessed; leave one out"
+    if rollout.engine.guesses and rollout.enable_rollout_routing_replay:
+        why = "tokens that are guessed wrong have routes as well"
+        yield (_GUESSES, f"{_ROLLOUT}.enable_rollout_routing_replay"), f"{why}; leave one out"
+    if config.trainer.parity == "exact":
+        why = "a pass over several tokens adds up in another order than over one"
+        yield (_GUESSES, "trainer.parity"), f"{why}; use method=none"
+
+
+@rule(_DRAFTS, f"{_ROLLOUT}.min_p", f"{_ROLLOUT}.val_kwargs.min_p", reads=(_GUESSES,))
 def drafts_follow_the_policy(config: PPOConfig) -> Findings:
     """Speculative decoding is by n-grams (weights of a draft model would not follow), exact, and without min_p."""
     rollout, key = config.actor_rollout_ref.rollout, f"{_DRAFTS}.speculative_config"
-    drafts = rollout.engine_kwargs.vllm.get("speculative_config") if rollout.engine.drafts else None
+    drafts = rollout.own_drafts
+    key = _GUESSES if rollout.speculative.method == "ngram" else key
     if drafts is None:
         return
     if not isinstance(drafts, dict) or drafts.get("method") != "ngram":
@@ -87,7 +109,7 @@ def drafts_follow_the_policy(config: PPOConfig) -> Findings:
             yield (name, key), "vLLM refuses such requests; leave one out"
 
 
-@rule(f"{_ROLLOUT}.enable_rollout_routing_replay", "name", _DRAFTS)
+@rule(f"{_ROLLOUT}.enable_rollout_routing_replay", "name", _DRAFTS, reads=(_GUESSES,))
 def engine_records_routes(config: PPOConfig) -> Findings:
     """The engine records the experts of each token, of tokens that it keeps."""
     rollout, key = config.actor_rollout_ref.rollout, f"{_ROLLOUT}.enable_rollout_routing_replay"
@@ -95,9 +117,9 @@ def engine_records_routes(config: PPOConfig) -> Findings:
         return
     if not rollout.engine.records_routes:
         yield (key, _NAME), "this engine records none; use name=vllm or hf, or router_replay.mode=R2, which needs none"
-    if rollout.engine.drafts and rollout.engine_kwargs.vllm.get("speculative_config") is not None:
-        why = "speculative_config guesses tokens, and those dropped have routes as well"
-        yield (key, _DRAFTS), f"{why}; leave one out"
+    if rollout.own_drafts is not None:
+        why = "vLLM guesses tokens, and those dropped have routes as well"
+        yield (key, _GUESSES if rollout.speculative.method == "ngram" else _DRAFTS), f"{why}; leave one out"
 
 
 @rule(f"{_ROLLOUT}.prompt_length", "response_length", "data.max_prompt_length", "data.max_response_length")

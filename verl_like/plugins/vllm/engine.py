@@ -55,7 +55,7 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
         seed = request_seed(spec.seed, 0, process.rank // tp, 0) % 2**31  # of this replica
         super().__init__(**spec.facts(), seed=seed, keeps_adapters=adapters_apart(model))
         compat.set_environment(process.device)
-        options = {"images": self._vision is not None, "speculates": "speculative_config" in rollout.engine_kwargs.vllm}
+        options = {"images": self._vision is not None, "speculates": rollout.own_drafts is not None}
         options["routes"] = rollout.enable_rollout_routing_replay
         versions.require_names(process.device, adapters=self.keeps_adapters, **options)
         self._sleep_mode = rollout.free_cache_engine and process.device.type == "cuda"  # vLLM on CPU has none
@@ -407,6 +407,8 @@ def engine_arguments(
         kwargs["quantization"] = rollout.quantization  # of what `reload` brings, layer by layer
     if rollout.cudagraph_capture_sizes is not None and not rollout.enforce_eager:
         kwargs["compilation_config"] = {"cudagraph_capture_sizes": list(rollout.cudagraph_capture_sizes)}
+    if rollout.own_drafts is not None:
+        kwargs["speculative_config"] = rollout.own_drafts
     extra = {name: value for name, value in rollout.engine_kwargs.vllm.items() if value is not None}
     return kwargs | extra
 
