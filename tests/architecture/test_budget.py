@@ -14,7 +14,7 @@ import pytest
 
 from tests.architecture.source import Source, package_sources, parse
 
-MOST_LINES = {"core": 36_090, "plugins": 16_080, "kit": 12_220}  # of code, by ring
+MOST_LINES = {"core": 36_090, "plugins": 16_275, "kit": 12_220}  # of code, by ring
 MOST_SMALL_FILES = {
     "core": 34,
     "plugins": 38,

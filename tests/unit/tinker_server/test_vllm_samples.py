@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from tests.unit.tinker_server import test_shared as shared
 from verl_like.plugins.tinker_server.adapters import AdapterSpec
@@ -18,7 +18,7 @@ from verl_like.plugins.tinker_server.engine import Answer, Engines, Prompt
 from verl_like.plugins.tinker_server.samplers import MOST_SNAPSHOTS, VLLMSampler
 from verl_like.rollout.rollout_engine import SamplingParams
 
-pytestmark = pytest.mark.engines
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 SPECS = shared.SPECS | {
     "joe": AdapterSpec(rank=16, seed=4, train_attn=False, train_mlp=False),  # the head alone
     **{f"more{i}": AdapterSpec(rank=1 + i, seed=5 + i) for i in range(6)},  # in all more than vLLM takes into a step
@@ -35,8 +35,6 @@ def engines(
     Its CPU kernels have no attention heads of less than 32 numbers.
     """
     pytest.importorskip("vllm")
-    from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
-
     folder, how = tmp_path_factory.mktemp("model"), request.param
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
     tied = {"tie_word_embeddings": how == "shared", "initializer_range": 0.2}
@@ -70,14 +68,13 @@ def answers(engines: Engines, asked: Sequence[Asked]) -> list[Answer]:
 
 
 def check_log_probs(engines: Engines, asked: Asked, answer: Answer) -> None:
-    """Compare the log-probs of samples with those of the training engine under the same adapter."""
+    """Compare the log-probs of samples with those of the training engine, which scores prompts, under their adapter."""
     _, folder, given = asked
-    adapter = None if folder is None else engines._snapshot(folder)
     for ids, log_probs, _ in answer.samples:
-        whole = np.concatenate([np.asarray(given.ids, np.int32), ids]).astype(np.int32)
-        with engines._train.adapted([adapter], 0) as model:
-            expected = engines._likeliest(model, [whole], 0)[0][0][len(given.ids) - 1 :]
-        np.testing.assert_allclose(log_probs, expected, atol=1e-4)
+        whole = replace(prompt(0, max_tokens=1), ids=[*given.ids, *ids.tolist()], scored=True)
+        expected = answers(engines, [("score", folder, whole)])[0].log_probs
+        assert expected is not None
+        np.testing.assert_allclose(log_probs, expected[len(given.ids) :], atol=1e-4)
 
 
 def test_samples_are_those_of_each_alone_with_the_trainers_log_probs(
@@ -102,8 +99,8 @@ def test_samples_are_those_of_each_alone_with_the_trainers_log_probs(
 
 
 def isolated(engines: Engines) -> bool:
-    assert isinstance(engines._sampler, VLLMSampler)
-    return engines._sampler._exact
+    assert isinstance(engines.sampler, VLLMSampler)
+    return engines.sampler.isolated
 
 
 def test_adapters_that_were_let_go_come_again(engines: Engines, folders: dict[str | None, Path | None]) -> None:
@@ -114,25 +111,25 @@ def test_adapters_that_were_let_go_come_again(engines: Engines, folders: dict[st
     for i in range(MOST_SNAPSHOTS + 1):
         engines.saver("bob", place.with_name(f"bob{i}"), optimizer=False)()
         answers(engines, [(f"new{i}", place.with_name(f"bob{i}"), prompt(3, max_tokens=1))])
-    assert isinstance(engines._sampler, VLLMSampler)
-    assert len(engines._sampler._held) == len(engines._snapshots) == MOST_SNAPSHOTS
-    assert str(place) not in engines._sampler._held
+    assert isinstance(engines.sampler, VLLMSampler)
+    assert len(engines.sampler.adapters) == MOST_SNAPSHOTS and str(place) not in engines.sampler.adapters
     again = answers(engines, [("old", place, prompt(3))])[0]
     for (ids, log_probs, _), (own, found, _) in zip(first.samples, again.samples, strict=True):
         assert ids.tolist() == own.tolist()
         np.testing.assert_allclose(log_probs, found, atol=0 if isolated(engines) else 1e-4)
 
 
-def test_requests_end_as_they_are_told(engines: Engines, folders: dict[str | None, Path | None]) -> None:
+def test_requests_end_as_they_are_told(
+    engines: Engines, folders: dict[str | None, Path | None], shared_data: Path
+) -> None:
     """By an id, by a text, greedily, and by their client, who leaves in the middle; what vLLM refuses is the user's."""
     folder = folders["eve"]
-    long = answers(engines, [("long", folder, prompt(4, max_tokens=40, stop_token_ids=()))])[0].samples[0][0].tolist()
-    ends = answers(engines, [("id", folder, prompt(4, max_tokens=40, stop_token_ids=(long[5],)))])[0].samples[0]
+    long = answers(engines, [("long", folder, prompt(3, max_tokens=40, stop_token_ids=()))])[0].samples[0][0].tolist()
+    ends = answers(engines, [("id", folder, prompt(3, max_tokens=40, stop_token_ids=(long[5],)))])[0].samples[0]
     assert ends[0].tolist() == long[: long.index(long[5]) + 1] and ends[2]
-    assert isinstance(engines._sampler, VLLMSampler)
-    tokenizer = engines._sampler._llm.get_tokenizer()
+    tokenizer = AutoTokenizer.from_pretrained(shared_data / "tok_minimind")
     word = next(text for text in map(tokenizer.decode, long[3:]) if text.isascii() and text.isalnum())
-    told = answers(engines, [("text", folder, prompt(4, max_tokens=40, stop_token_ids=(), stop=(word,)))])
+    told = answers(engines, [("text", folder, prompt(3, max_tokens=40, stop_token_ids=(), stop=(word,)))])
     ids, _, stopped = told[0].samples[0]
     assert stopped and word in tokenizer.decode(ids) and ids.tolist() == long[: len(ids)] and len(ids) < 40
     greedy = answers(engines, [("greedy", folder, prompt(4, temperature=0.0))])[0].samples
@@ -140,15 +137,30 @@ def test_requests_end_as_they_are_told(engines: Engines, folders: dict[str | Non
     with pytest.raises(ValueError, match="temperature"):
         engines.sample([("hot", folder, prompt(4, temperature=9.0))])
 
+    ended = threading.Event()
+
     def leave() -> None:
-        while "gone" not in engines._running:
-            time.sleep(0.001)
-        engines.cancel("gone")
+        while not ended.wait(0.01):  # of a request that is not there yet nothing ends
+            engines.cancel("gone")
 
     thread = threading.Thread(target=leave)
     thread.start()
     gone, stays = engines.sample(
         [("gone", folder, prompt(1, max_tokens=120)), ("stays", folders["bob"], prompt(2, max_tokens=9))]
     )
+    ended.set()
     thread.join()
     assert gone is None and stays is not None and len(stays.samples[0][0]) == 9
+
+
+def test_layers_that_vllm_cannot_adapt_are_refused_by_name(
+    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When a model is created, and of a state that a server with another sampler has written."""
+    monkeypatch.setattr(engines.sampler, "unadapted", frozenset({"model.layers.0.mlp.up_proj"}))
+    engines.check(replace(SPECS["ann"], train_mlp=False))
+    with pytest.raises(ValueError, match=r"up_proj'\] get adapters in training, and none .* train_mlp=False"):
+        engines.check(SPECS["ann"])
+    engines.saver("ann", tmp_path / "ann", optimizer=False)()
+    with pytest.raises(ValueError, match=r"vLLM cannot adapt .*up_proj.*rollout\.name=hf"):
+        engines.sample([("new", tmp_path / "ann", prompt(1))])

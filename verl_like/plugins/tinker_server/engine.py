@@ -275,9 +275,9 @@ class Engines:
             facts |= {"process": process, "hf_config": load_hf_config(policy.model), "seed": seed}
             facts |= {"tokenizer": config.data.tokenizer or policy.model.path, "model": policy.model}
             spec = EngineSpec(rollout=rollout, dtype=rollout_dtype(rollout, process.device), **facts)
-            self._sampler = sampler_of(spec, config.serve, self._train.places)
-            stack.callback(self._sampler.shutdown)
-            self._sampler.load_weights(self._train.export_weights(self._sampler.dtype), 0)
+            self.sampler = sampler_of(spec, config.serve, self._train.places)
+            stack.callback(self.sampler.shutdown)
+            self.sampler.load_weights(self._train.export_weights(self.sampler.dtype), 0)
             self._stack = stack.pop_all()
         self.device = self._train.device
 
@@ -293,7 +293,7 @@ class Engines:
 
     def check(self, spec: AdapterSpec) -> None:
         """Raise ValueError for an adapter that this base cannot have."""
-        if strange := [name for name in self._train.places.targets(spec) if name in self._sampler.unadapted]:
+        if strange := [name for name in self._train.places.targets(spec) if name in self.sampler.unadapted]:
             raise ValueError(
                 f"{strange[:4]} get adapters in training, and none in the engine that samples (rollout.name=vllm): "
                 "create the model with train_attn=False or train_mlp=False, or start the server with rollout.name=hf"
@@ -368,8 +368,8 @@ class Engines:
             self._running = {asked[i][0]: [r.request_id for r in own] for i, own in enumerate(requests)}
         try:
             owners = {r.request_id: asked[i][1] for i, own in enumerate(requests) for r in own}
-            with self._sampler.adapted(adapters, owners):
-                done = iter(self._sampler.generate([request for own in requests for request in own]))
+            with self.sampler.adapted(adapters, owners):
+                done = iter(self.sampler.generate([request for own in requests for request in own]))
         finally:
             with self._lock:
                 self._running, cancelled, self._cancelled = {}, self._cancelled, set()
@@ -385,7 +385,7 @@ class Engines:
         with self._lock:
             ids = self._running.get(name, [])
             self._cancelled |= {name} if ids else set()
-        self._sampler.abort(ids)
+        self.sampler.abort(ids)
 
     def _snapshot(self, folder: Path) -> Adapter:
         if folder not in self._snapshots:

@@ -61,9 +61,9 @@ class VLLMSampler(AdaptersEngine):
     def __init__(self, spec: EngineSpec, serving: ServeConfig, trained: Places) -> None:
         heads = {*trained.kinds["train_unembed"]}
         layers = {name: (inner, out) for name, (out, inner) in trained.sizes.items() if name not in heads}
-        self._exact = serving.isolation == "exact"
+        self.isolated = serving.isolation == "exact"
         rank = ("serve.max_lora_rank", serving.max_lora_rank)
-        super().__init__(spec, max_rank=rank, slots=1 if self._exact else _SLOTS, layers=layers)
+        super().__init__(spec, max_rank=rank, slots=1 if self.isolated else _SLOTS, layers=layers)
         self._heads_of = heads
 
     @contextmanager
@@ -75,7 +75,7 @@ class VLLMSampler(AdaptersEngine):
                 head = next((pairs.pop(name) for name in self._heads_of & pairs.keys()), None)
                 self.hold(str(folder), pairs, head)
         self.adapter_of = {request: str(folder) for request, folder in owners.items() if folder is not None}
-        if self._exact:
+        if self.isolated:
             self.forget_prefixes()
         try:
             yield

@@ -107,6 +107,9 @@ def _problems(facts: ServeFacts) -> Iterator[str]:
     if rollout.tensor_model_parallel_size != 1:
         size = rollout.tensor_model_parallel_size
         yield f"{_ROLLOUT}.tensor_model_parallel_size={size}: the server is one process; leave it out"
+    most, rank = rollout.engine.adapter_rank, config.serve.max_lora_rank
+    if most is not None and rank > most:
+        yield f"serve.max_lora_rank={rank}: {rollout.name} keeps adapters up to rank {most}; lower it, or set name=hf"
     if trainer.nnodes != 1 or trainer.n_gpus_per_node != 1:
         yield (
             f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} with trainer.nnodes={trainer.nnodes}: the server is "

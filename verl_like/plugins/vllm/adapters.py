@@ -33,6 +33,7 @@ class AdaptersEngine(VLLMRolloutEngine):
     adapters that act in one step; requests of others wait. layers: (in, out) of those that may be adapted, by Hugging
     Face name, without the head.
 
+    adapters: vLLM's requests for those that are held, by name, the one that was asked for last at the end.
     adapter_of: names of adapters by request; one that is not there samples from the base.
     unadapted: those of the layers that vLLM cannot adapt.
     """
@@ -54,7 +55,7 @@ class AdaptersEngine(VLLMRolloutEngine):
         given = dataclasses.replace(given, vllm={**given.vllm, **options})
         super().__init__(dataclasses.replace(spec, rollout=dataclasses.replace(spec.rollout, engine_kwargs=given)))
         self.adapter_of: Mapping[str, str] = {}
-        self._numbers, self._held = itertools.count(1), dict[str, Any]()  # vLLM's requests for adapters, by name
+        self._numbers, self.adapters = itertools.count(1), dict[str, Any]()
         self._heads: dict[int, Pair] = {}  # by vLLM's numbers
         lora.let_base_weights_in(self._llm)
         self._manager = lora.manager_of(self._llm)
@@ -62,16 +63,19 @@ class AdaptersEngine(VLLMRolloutEngine):
         if device.type == "cpu":
             _BySlot(self._punica)
         self._compute_logits, self._model.compute_logits = self._model.compute_logits, self._logits
-        known = {*self._manager.modules, *itertools.chain.from_iterable(self._manager.packed_modules.values())}
         nothing = {name: _tensors({name: (torch.zeros(1, i), torch.zeros(o, 1))}) for name, (i, o) in layers.items()}
-        found = {name: lora.model_of(self._manager, each, 1).loras.keys() for name, each in nothing.items()}
-        self.unadapted = frozenset(name for name, names in found.items() if not names <= known)
+        self.unadapted = frozenset(name for name, tensors in nothing.items() if not self._adapts(tensors))
         self._nothing = next((nothing[name] for name in layers if name not in self.unadapted), {})
+
+    def _adapts(self, tensors: Mapping[str, Tensor]) -> bool:
+        unused = lora.add(self._manager, tensors, 1)
+        self._manager.remove_adapter(1)
+        return not unused
 
     def hold(self, name: str, layers: Mapping[str, Pair], head: Pair | None) -> None:
         """Take an adapter in, unless one of this name is there. Raises ValueError for layers that vLLM cannot adapt."""
-        if name in self._held:
-            self._held[name] = self._held.pop(name)
+        if name in self.adapters:
+            self.adapters[name] = self.adapters.pop(name)
             return
         if strange := sorted(self.unadapted & layers.keys()):
             raise ValueError(f"vLLM cannot adapt {strange[:4]}: sample from this adapter with rollout.name=hf")
@@ -80,15 +84,15 @@ class AdaptersEngine(VLLMRolloutEngine):
         number = next(self._numbers)
         tensors = _tensors(layers) or self._nothing  # vLLM looks for a folder of one that it does not have
         with self._exclusive():
-            self._manager.add_adapter(lora.model_of(self._manager, tensors, number))
+            lora.add(self._manager, tensors, number)
         if head is not None:
             self._heads[number] = tuple(part.to(self.dtype) for part in head)
-        self._held[name] = LoRARequest(name, number, name)
+        self.adapters[name] = LoRARequest(name, number, name)
 
     def keep(self, most: int) -> None:
         """Let go of adapters that were taken in, or asked for again, before the last `most`."""
-        for name in list(self._held)[: max(0, len(self._held) - most)]:
-            number = self._held.pop(name).lora_int_id
+        for name in list(self.adapters)[: max(0, len(self.adapters) - most)]:
+            number = self.adapters.pop(name).lora_int_id
             self._heads.pop(number, None)
             with self._exclusive():
                 self._manager.remove_adapter(number)
@@ -100,7 +104,7 @@ class AdaptersEngine(VLLMRolloutEngine):
 
     def _adapter_of(self, request: GenerationRequest) -> Any:
         name = self.adapter_of.get(request.request_id)
-        return None if name is None else self._held[name]
+        return None if name is None else self.adapters[name]
 
     def _logits(self, hidden_RH: Tensor, *args: Any, **named: Any) -> Tensor | None:
         """Compute logits, and add those of the adapters' heads, each to the rows of its own."""

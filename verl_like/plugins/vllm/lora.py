@@ -72,17 +72,21 @@ def put(llm: Any, tensors: dict[str, Tensor]) -> None:
     if not modules or incomplete or strangers:
         raise WeightLoadError(f"not an adapter: A or B is missing of {incomplete[:8]}, no part of one: {strangers[:8]}")
     manager = manager_of(llm)
-    adapter = model_of(manager, tensors, _ID)
     manager.remove_adapter(_ID)
-    manager.add_adapter(adapter)  # joins the parts of fused modules, in `adapter.loras`
-    unused = sorted(set(adapter.loras) - set(manager.modules))
-    if unused:
+    if unused := add(manager, tensors, _ID):
         manager.remove_adapter(_ID)
         raise WeightLoadError(
             f"vLLM cannot adapt {unused[:8]}: leave them out by actor_rollout_ref.model.exclude_modules, or set "
             "model.lora.merge=True"
         )
     manager.activate_adapter(_ID)
+
+
+def add(manager: Any, tensors: Mapping[str, Tensor], number: int) -> list[str]:
+    """Give vLLM an adapter of this number; return those parts of it that vLLM would leave out."""
+    adapter = _adapter(manager.model, tensors, number)
+    manager.add_adapter(adapter)  # joins the parts of fused modules, in `adapter.loras`
+    return sorted(set(adapter.loras) - set(manager.modules))
 
 
 def held(llm: Any, fused: dict[str, list[str]], layout: Layout) -> Iterator[Held]:
@@ -126,13 +130,12 @@ def _add_lora_linear(
         start += width
 
 
-def model_of(manager: Any, tensors: Mapping[str, Tensor], number: int) -> Any:
-    """Make vLLM's adapter of this number; `loras` are its parts by vLLM's names. B holds the scale."""
+def _adapter(model: nn.Module, tensors: Mapping[str, Tensor], number: int) -> Any:
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
 
     rank = max(tensor.shape[0] for name, tensor in tensors.items() if name.endswith(A))
-    mapper: Any = getattr(manager.model, "hf_to_vllm_mapper", None)
+    mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
     for name in ("get_rename_mapper", "get_unstacked_mapper"):  # without the rules that fuse modules; the second: 0.26
         if hasattr(mapper, name):
             mapper = getattr(mapper, name)()
