@@ -88,7 +88,8 @@ ALLOWED: dict[str, set[str]] = {
     "plugins.sft": PLUGIN_LEVEL | {"algorithms", "observe", "trainer"},
     "plugins.preference": PLUGIN_LEVEL | {"algorithms", "plugins.sft", "trainer"},
     # clients in the place of a trainer, around its engine
-    "plugins.tinker_server": PLUGIN_LEVEL | {"checkpoint", "cluster", "engine", "observe", "parallel", "trainer"},
+    "plugins.tinker_server": PLUGIN_LEVEL
+    | {"checkpoint", "cluster", "engine", "observe", "parallel", "plugins.vllm", "trainer"},
     "plugins.sglang": {"config", "models", "remote_storage", "rollout"},
     "plugins.vllm": {"config", "models", "remote_storage", "rollout"},
     "plugins": set(),

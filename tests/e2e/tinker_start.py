@@ -3,10 +3,12 @@
 What a recipe fetches from a hub is answered here: the tokenizer by MODEL_DIR, data sets by NUM_ROWS rows of GSM8K
 (GSM8K_FILE): so few that one batch of a recipe has them all.
 A model that writes at random is rewarded for every other answer, so that there is something to learn from.
+With TRAIN_UNEMBED=0 the output head, which our own trainer leaves as it is, gets no adapter.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -53,6 +55,11 @@ def main() -> None:
         from tinker_cookbook.recipes.math_rl import math_grading
 
         math_grading.extract_boxed, math_grading.grade_answer = str, rewarded
+    if os.environ.get("TRAIN_UNEMBED") == "0":
+        import tinker
+
+        create = tinker.ServiceClient.create_lora_training_client
+        tinker.ServiceClient.create_lora_training_client = functools.partialmethod(create, train_unembed=False)
     sys.argv = sys.argv[1:]
     runpy.run_module(sys.argv[0], run_name="__main__")
 

@@ -36,8 +36,8 @@ class ServeConfig(ConfigNode):
     max_queued_megabytes: int = key(1024, at_least(1), unit="MB")
     """Size of these together."""
     max_models: int = key(64, at_least(1), unit="models")
-    """Models in memory, of all tenants. One more, and the one that was used longest ago leaves: its next request loads
-    its state, and computes again what was done since."""
+    """Models in memory, of all tenants. One more, and of the tenant who has most of them there the one that was used
+    longest ago leaves: its next request loads its state, and computes again what was done since."""
     session_timeout: float = key(600.0, above(0), unit="s")
     """A session whose client has been silent for so long ends: what waits is dropped, its models leave the memory."""
 

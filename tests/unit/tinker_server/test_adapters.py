@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
 from verl_like.plugins.tinker_server.adapters import Adapter, AdapterSpec, Places
 
@@ -50,6 +50,13 @@ def test_rows_of_several_adapters_get_what_each_gets_alone(
         with torch.no_grad():
             for weight in adapters[0].parameters():
                 weight.mul_(1.5)
+
+
+def test_an_mlp_without_a_module_of_its_own_is_no_attention() -> None:
+    sizes = {"hidden_size": 16, "word_embed_proj_dim": 16, "ffn_dim": 8, "num_attention_heads": 2}
+    places = Places(OPTForCausalLM(OPTConfig(vocab_size=11, num_hidden_layers=1, **sizes)), head=True)
+    assert [name.rpartition(".")[2] for name in places.kinds["train_mlp"]] == ["fc1", "fc2"]
+    assert all("self_attn" in name for name in places.kinds["train_attn"]) and len(places.kinds["train_attn"]) == 4
 
 
 def test_a_step_is_adamw_over_the_sum_of_the_passes(hf: LlamaForCausalLM) -> None:

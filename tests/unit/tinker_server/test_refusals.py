@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from tests.unit.tinker_server.fake import LORA, Running, Tenant, pass_body, run, running
+from verl_like.config.errors import ConfigError
 from verl_like.config.serve import ServeConfig
-from verl_like.plugins.tinker_server.start import read_keys
+from verl_like.plugins.tinker_server.start import read_keys, serve
 from verl_like.plugins.tinker_server.wire import MESSAGES, PROTOBUF
+from verl_like.trainer.compose import compose
 
 F, INT = np.float32, np.int64
 FUTURE = 200  # taken, because it has its number in the model's order; it fails in its turn
@@ -279,6 +281,16 @@ def test_files_of_keys_that_are_refused(tmp_path: Path, text: str, words: str) -
     with pytest.raises(ValueError, match=words) as error:
         read_keys(tmp_path / "keys")
     assert "0123456789" not in str(error.value), "no key is told"
+
+
+def test_samplers_that_cannot_be_are_refused_before_anything_starts(shared_data: Path, tmp_path: Path) -> None:
+    rollout = ["name=vllm", "server=True"]
+    words = ["trainer.objective=serve", "trainer.device=cpu", f"trainer.default_local_dir={tmp_path / 'state'}"]
+    words += [f"actor_rollout_ref.model.path={shared_data / 'stories260k' / 'hf'}", "serve.max_lora_rank=600"]
+    with pytest.raises(ConfigError) as error:
+        serve(compose([*words, *(f"actor_rollout_ref.rollout.{each}" for each in rollout)]))
+    assert "rollout.name=vllm with server=True: not available under `verl-like serve`" in str(error.value)
+    assert "serve.max_lora_rank=600: vllm keeps adapters up to rank 512" in str(error.value)
 
 
 def test_other_machines_get_in_with_keys_alone() -> None:

@@ -243,6 +243,21 @@ def test_models_that_are_many_leave_memory_and_come_back(tmp_path: Path) -> None
     run(go())
 
 
+def test_a_tenant_with_many_models_has_its_own_leave_memory(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with running(tmp_path, keys=KEYS, max_models=3) as server:
+            names = list(KEYS.values())
+            ann, *many = [await Tenant(server, key).begin() for key in (names[0], *[names[1]] * 4)]
+            assert [each.model in server.engines.models for each in (ann, *many)] == [True, False, False, True, True]
+            await many[0].act("pass", 1)
+            assert [each.model in server.engines.models for each in (ann, *many)] == [True, True, False, False, True]
+            await server.post(f"sessions/{many[0].session}/finish", {}, many[0].key)
+            await many[1].act("pass", 1)
+            assert [each.model in server.engines.models for each in (ann, *many)] == [True, False, True, False, True]
+
+    run(go())
+
+
 def test_bodies_that_wait_are_bounded(tmp_path: Path) -> None:
     async def go() -> None:
         async with running(tmp_path, keys=KEYS, max_queued_megabytes=1) as server:

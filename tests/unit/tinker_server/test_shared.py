@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,15 +37,15 @@ def engines(shared_data: Path) -> Iterator[Engines]:
     made.close()
 
 
-def engines_on(device: str, model: Path) -> Engines:
-    """Engines of float32, with three models that have taken a step, so that B is not zero."""
+def engines_on(device: str, model: Path, *words: str, specs: Mapping[str, AdapterSpec] = SPECS) -> Engines:
+    """Engines of float32, with models that have taken a step, so that B is not zero."""
     keys = ["actor.ppo_max_token_len_per_gpu=64", "actor.fsdp_config.dtype=float32", "rollout.dtype=float32"]
-    keys += ["rollout.name=hf", "rollout.max_num_seqs=6", f"model.path={model}"]
+    keys += ["rollout.max_num_seqs=6", f"model.path={model}"]
     config = compose(
-        ["trainer.objective=serve", f"trainer.device={device}", *(f"actor_rollout_ref.{key}" for key in keys)]
+        ["trainer.objective=serve", f"trainer.device={device}", *(f"actor_rollout_ref.{key}" for key in keys), *words]
     )
     made = Engines(config, device=device, tokenizer_size=512, max_model_len=128, run_id="shared")
-    for name, spec in SPECS.items():
+    for name, spec in specs.items():
         made.create(name, spec)
         made.forward_backward([work(name)], backward=True, seed=1)
         made.optim_step(name, STEP)
@@ -61,7 +62,10 @@ def row(length: int, loss: str, width: int) -> Row:
     return Row(ids=ids, targets=targets, columns=given)
 
 
-LOSS_OF = {"ann": ("cross_entropy", 2), "bob": ("ppo", 1), "eve": ("importance_sampling", 1)}
+LOSS_OF = defaultdict(
+    lambda: ("cross_entropy", 1),
+    {"ann": ("cross_entropy", 2), "bob": ("ppo", 1), "eve": ("importance_sampling", 1)},
+)
 
 
 def work(model: str, lengths: tuple[int, ...] = (5, 30, 17)) -> Work:

@@ -28,7 +28,10 @@ from verl_like.models.lora import peft_name
 from verl_like.models.lora_experts import stacks_of
 
 OPTIMIZER, SPEC = "optimizer.safetensors", "spec.json"  # beside the two files of the peft library
-_MLP = frozenset({"mlp", "feed_forward", "ffn", "block_sparse_moe", "moe", "shared_expert", "shared_experts"})
+_MLP = frozenset(
+    {"mlp", "feed_forward", "ffn", "block_sparse_moe", "moe", "shared_expert", "shared_experts", "shared_mlp"}
+    | {"mlp_block", "fc1", "fc2"}  # of recurrent_gemma; of families whose MLP has no module of its own (OPT)
+)
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # of torch's AdamW
 Runs = list[tuple[int, int, int]]  # number of an adapter, first row and the row behind the last
 _UNCALLED = "dt_proj"  # of Mamba: its mixer multiplies by the matrix itself

@@ -10,12 +10,11 @@ import dataclasses
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -37,16 +36,13 @@ from verl_like.models.packing import ModelInput
 from verl_like.parallel.dist import init_distributed, shutdown_distributed
 from verl_like.plugins.tinker_server.adapters import Adapter, AdapterSpec, Places
 from verl_like.plugins.tinker_server.losses import HIGH, LOSSES, LOW
+from verl_like.plugins.tinker_server.samplers import MOST_SNAPSHOTS, sampler_of
 from verl_like.rollout.base import EngineSpec
 from verl_like.rollout.build import rollout_dtype
-from verl_like.rollout.hf import HFRolloutEngine
-from verl_like.rollout.hf_batch import Batch
 from verl_like.rollout.rollout_engine import GenerationRequest, SamplingParams, request_seed
-from verl_like.rollout.rows import Row as SampledRow
 
 _CHOSEN = "chosen_log_probs"
 _ONE = Denominators(num_tokens=1, num_sequences=1, max_response_length=1)  # losses are sums
-_MOST_SNAPSHOTS = 32  # adapters of sampling clients that stay in memory; others are read again
 _NOT_FINITE = "a number of a pass that several models share is not finite"
 Columns = Mapping[str, NDArray[Any]]
 Result = tuple[list[NDArray[np.float32]], dict[str, float]]
@@ -257,21 +253,6 @@ class _Trained(FSDPEngine):
             adapter.take_gradients()
 
 
-class _Sampling(HFRolloutEngine):
-    """Sampling engine that says of each row of a step which adapter is its own."""
-
-    arrange: Callable[[Tensor, torch.device], None]
-    owners: Mapping[str, int] = MappingProxyType({})  # by request, where several adapters act
-
-    def _forward(self, ids_bs: Tensor, positions_bs: Tensor, batch: Batch, *further: Any) -> Tensor:
-        if self.owners:
-            self.arrange(torch.tensor([self.owners[row.request.request_id] for row in batch.rows]), self._device)
-        return super()._forward(ids_bs, positions_bs, batch, *further)
-
-    def _known(self, row: SampledRow) -> Hashable:
-        return super()._known(row), self.owners.get(row.request.request_id)
-
-
 class Engines:
     """Adapters in memory, and all that is computed with them. Not thread-safe: one thread calls.
 
@@ -293,13 +274,10 @@ class Engines:
             rollout = dataclasses.replace(policy.rollout, stop=["\0"])  # so that it has the tokenizer: requests stop
             facts |= {"process": process, "hf_config": load_hf_config(policy.model), "seed": seed}
             facts |= {"tokenizer": config.data.tokenizer or policy.model.path, "model": policy.model}
-            self._sampler = _Sampling(
-                EngineSpec(rollout=rollout, dtype=rollout_dtype(rollout, process.device), **facts)
-            )
-            stack.callback(self._sampler.shutdown)
-            self._sampler.load_weights(self._train.export_weights(self._sampler.dtype), 0)
-            self._sampled = Places(self._sampler._module, head=True)
-            self._sampler.arrange = self._sampled.arrange
+            spec = EngineSpec(rollout=rollout, dtype=rollout_dtype(rollout, process.device), **facts)
+            self.sampler = sampler_of(spec, config.serve, self._train.places)
+            stack.callback(self.sampler.shutdown)
+            self.sampler.load_weights(self._train.export_weights(self.sampler.dtype), 0)
             self._stack = stack.pop_all()
         self.device = self._train.device
 
@@ -315,7 +293,11 @@ class Engines:
 
     def check(self, spec: AdapterSpec) -> None:
         """Raise ValueError for an adapter that this base cannot have."""
-        self._train.places.targets(spec)
+        if strange := [name for name in self._train.places.targets(spec) if name in self.sampler.unadapted]:
+            raise ValueError(
+                f"{strange[:4]} get adapters in training, and none in the engine that samples (rollout.name=vllm): "
+                "create the model with train_attn=False or train_mlp=False, or start the server with rollout.name=hf"
+            )
 
     def create(self, model: str, spec: AdapterSpec) -> None:
         """Begin a model from the base."""
@@ -378,18 +360,16 @@ class Engines:
 
         None where a request was cancelled.
         """
-        folders = list(dict.fromkeys(folder for _, folder, _ in asked))
-        adapters = [None if folder is None else self._snapshot(folder) for folder in folders]
-        if len(folders) > 1 and not all(adapter is None or adapter.is_finite() for adapter in adapters):
+        adapters = {folder: None if folder is None else self._snapshot(folder) for _, folder, _ in asked}
+        if len(adapters) > 1 and not all(each is None or each.is_finite() for each in adapters.values()):
             raise FloatingPointError(_NOT_FINITE)
         requests = [_requests(name, prompt) for name, _, prompt in asked]
         with self._lock:
             self._running = {asked[i][0]: [r.request_id for r in own] for i, own in enumerate(requests)}
         try:
-            owners = {r.request_id: folders.index(asked[i][1]) for i, own in enumerate(requests) for r in own}
-            self._sampler.owners = owners if len(folders) > 1 else {}
-            with self._sampled.active(adapters):
-                done = iter(self._sampler.generate([request for own in requests for request in own]))
+            owners = {r.request_id: asked[i][1] for i, own in enumerate(requests) for r in own}
+            with self.sampler.adapted(adapters, owners):
+                done = iter(self.sampler.generate([request for own in requests for request in own]))
         finally:
             with self._lock:
                 self._running, cancelled, self._cancelled = {}, self._cancelled, set()
@@ -397,8 +377,7 @@ class Engines:
         for (name, folder, prompt), own in zip(asked, requests, strict=True):
             found = [next(done) for _ in own]
             samples = [(c.sampled.token_ids, c.sampled.log_probs, c.finish_reason == "stop") for c in found]
-            adapter = adapters[folders.index(folder)]
-            answers.append(None if name in cancelled else self._scored(prompt, samples, adapter))
+            answers.append(None if name in cancelled else self._scored(prompt, samples, adapters[folder]))
         return answers
 
     def cancel(self, name: str) -> None:
@@ -406,12 +385,12 @@ class Engines:
         with self._lock:
             ids = self._running.get(name, [])
             self._cancelled |= {name} if ids else set()
-        self._sampler.abort(ids)
+        self.sampler.abort(ids)
 
     def _snapshot(self, folder: Path) -> Adapter:
         if folder not in self._snapshots:
             self._snapshots[folder] = Adapter.load(folder, self.device, optimizer=False, trained=False)
-            while len(self._snapshots) > _MOST_SNAPSHOTS:
+            while len(self._snapshots) > MOST_SNAPSHOTS:
                 self._snapshots.popitem(last=False)
         self._snapshots.move_to_end(folder)
         return self._snapshots[folder]

@@ -1,8 +1,11 @@
-"""Order of requests: those of a model by their numbers, those of tenants in turns that follow what each has had."""
+"""Order of requests: those of a model by their numbers, those of tenants in turns that follow what each has had.
+
+Also whose models leave memory where they are many.
+"""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -121,3 +124,30 @@ class FairQueue:
             self._had[job.tenant] = max(self._had.get(job.tenant, 0.0), self._now)
             self._ready[job.tenant] = deque()
         self._ready[job.tenant].append(job)
+
+
+class Residents:
+    """Models that may be in memory, `most` of them."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._tenants: dict[str, str] = {}  # by model, the one that was used last at the end
+
+    def use(self, used: Mapping[str, str]) -> list[str]:
+        """Note that models (with their tenants) are used; return those that leave.
+
+        Of the tenant who has most of them, the one that was used longest ago; of those that are used now only where no
+        other is left.
+        """
+        self._tenants = {name: tenant for name, tenant in self._tenants.items() if name not in used} | dict(used)
+        gone = list[str]()
+        while len(self._tenants) > self._most:
+            counts = Counter(self._tenants.values())
+            others = [name for name in self._tenants if name not in used] or list(self._tenants)
+            gone.append(max(others, key=lambda name: counts[self._tenants[name]]))
+            del self._tenants[gone[-1]]
+        return gone
+
+    def forget(self, model: str) -> None:
+        """Note that a model has left by itself."""
+        self._tenants.pop(model, None)

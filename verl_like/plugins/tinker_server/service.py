@@ -22,7 +22,7 @@ from verl_like.plugins.tinker_server import bodies, wire
 from verl_like.plugins.tinker_server.adapters import AdapterSpec
 from verl_like.plugins.tinker_server.catalogue import Catalogue
 from verl_like.plugins.tinker_server.engine import Engines, Prompt, Work
-from verl_like.plugins.tinker_server.fair import ONE_OF_A_MODEL, FairQueue, Job
+from verl_like.plugins.tinker_server.fair import ONE_OF_A_MODEL, FairQueue, Job, Residents
 from verl_like.plugins.tinker_server.prompts import Limits, prompt_of
 from verl_like.plugins.tinker_server.store import Record, Store
 from verl_like.plugins.tinker_server.wire import Refused
@@ -53,7 +53,7 @@ class Service:
         self._seen: dict[str, float] = {}  # sessions, when they were last heard of
         self._broken: dict[str, str] = {}  # models, by which request their gradient is not whole
         self._steps: dict[str, int] = {}  # optimizer steps since a model's state was written
-        self._recent: dict[str, None] = {}  # models that may be in memory, the one that was used last at the end
+        self._residents = Residents(limits.serve.max_models)
         self._gaps: dict[tuple[str, int], float] = {}  # models and numbers that others wait for, and since when
         self._thread = thread
         self._files: dict[str, list[asyncio.Future[None]]] = {}  # that are written, by request
@@ -112,6 +112,7 @@ class Service:
         for job in self._queue.remove(lambda job: job.session == session):
             self._settle(job.request, _error(f"the session has ended{why}", "user"), failed=True)
         for model in self.store.rows("SELECT id FROM models WHERE session = ?", session):
+            self._residents.forget(model["id"])
             self._thread.submit(self.engines.drop, model["id"])
         for sampler in self.store.rows("SELECT folder FROM samplers WHERE session = ? AND folder IS NOT NULL", session):
             self.store.remove_folder(sampler["folder"])
@@ -374,10 +375,12 @@ class Service:
 
     async def _computed(self, jobs: list[Job]) -> Results:
         """Compute jobs of one kind: passes and samples may be several."""
-        for name, seq in {job.model: job.seq for job in reversed(jobs) if job.model is not None}.items():
-            await self._room(name)
-            if seq > 0:
-                await self._revive(name, seq)
+        due = {job.model: job for job in reversed(jobs) if job.model is not None}
+        for name in self._residents.use({name: job.tenant for name, job in due.items()}):
+            await self._call(self.engines.drop, name)
+        for name, job in due.items():
+            if job.seq > 0:
+                await self._revive(name, job.seq)
         kind, job = jobs[0].kind, jobs[0]
         if kind == "sample":
             return await self._samples(jobs)
@@ -392,15 +395,6 @@ class Service:
             of_kind = {"optim_step": self._optim_step, "load": self._load}.get(kind, self._save)
             result = await of_kind(job, job.model)
         return [(job, *result)]
-
-    async def _room(self, model: str) -> None:
-        """Note that a model is used, and take out of memory the one that was used longest ago where they are many."""
-        self._recent.pop(model, None)
-        self._recent[model] = None
-        while len(self._recent) > self.limits.serve.max_models:
-            oldest = next(iter(self._recent))
-            del self._recent[oldest]
-            await self._call(self.engines.drop, oldest)
 
     async def _call(self, function: Callable[..., Any], *values: Any, **named: Any) -> Any:
         """Compute in the engines' thread."""

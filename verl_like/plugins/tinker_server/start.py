@@ -25,10 +25,10 @@ from verl_like.observe.logs import setup_driver_logging
 from verl_like.plugins.tinker_server.engine import Engines
 from verl_like.plugins.tinker_server.fair import ONE_OF_A_MODEL
 from verl_like.plugins.tinker_server.prompts import Limits
+from verl_like.plugins.tinker_server.samplers import SAMPLERS
 from verl_like.plugins.tinker_server.server import application
 from verl_like.plugins.tinker_server.service import Service
 from verl_like.plugins.tinker_server.store import Store
-from verl_like.rollout.hf import HFRolloutEngine
 from verl_like.small_files import read_text
 from verl_like.trainer import sft_trainer
 from verl_like.trainer.command_line import run_parsed
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 OBJECTIVE = "trainer.objective=serve"
 _KEY_PREFIX = "tml-"  # the client refuses others
-_MODEL = "actor_rollout_ref.model"
+_MODEL, _ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 
 add_arguments = sft_trainer.add_arguments
 
@@ -101,8 +101,15 @@ def _problems(facts: ServeFacts) -> Iterator[str]:
     """Yield all that is wrong, as far as it can be told without the model's weights."""
     config = facts.config
     model, rollout, trainer = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, config.trainer
-    if rollout.engine.code != f"{HFRolloutEngine.__module__}:{HFRolloutEngine.__qualname__}":
-        yield f"actor_rollout_ref.rollout.name={rollout.name}: not available yet under `verl-like serve`; set it to hf"
+    if rollout.engine.code not in SAMPLERS or rollout.server:
+        place = f"{_ROLLOUT}.name={rollout.name} with server={rollout.server}"
+        yield f"{place}: not available under `verl-like serve`; set it to hf or vllm, and server=False"
+    if rollout.tensor_model_parallel_size != 1:
+        size = rollout.tensor_model_parallel_size
+        yield f"{_ROLLOUT}.tensor_model_parallel_size={size}: the server is one process; leave it out"
+    most, rank = rollout.engine.adapter_rank, config.serve.max_lora_rank
+    if most is not None and rank > most:
+        yield f"serve.max_lora_rank={rank}: {rollout.name} keeps adapters up to rank {most}; lower it, or set name=hf"
     if trainer.nnodes != 1 or trainer.n_gpus_per_node != 1:
         yield (
             f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} with trainer.nnodes={trainer.nnodes}: the server is "

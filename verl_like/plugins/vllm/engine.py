@@ -120,7 +120,7 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
                 request.request_id,
                 request.prompt_ids + begun,
                 params,
-                lora_request=self._lora_request,
+                lora_request=self._adapter_of(request),
                 place=next(self._places),
                 priority=request.priority,
                 images=images,
@@ -132,6 +132,10 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
             self._routes.begin(name)
         running = _Running(request, [(0, self._sampling_version)], name, cached_tokens)
         self._running[request.request_id] = running
+
+    def _adapter_of(self, request: GenerationRequest) -> Any:
+        """Tell vLLM's name of the adapter that a request uses; None: the base."""
+        return self._lora_request
 
     def step(self) -> list[Completion]:
         done = []

@@ -1,4 +1,4 @@
-"""Adapter of LoRA in vLLM: one that all requests use, filled from tensors in memory.
+"""Adapters of LoRA in vLLM, filled from tensors in memory: one that all requests use here, many in adapters.py.
 
 vLLM itself reads adapters from folders. Its worker keeps a manager (vllm.lora.*) that takes tensors just as well, and
 the worker lives in this process. B comes with its scale multiplied in, so that the engine holds what was sent.
@@ -6,7 +6,7 @@ the worker lives in this process. B comes with its scale multiplied in, so that 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, get_args
 
@@ -17,20 +17,23 @@ from verl_like.rollout.held_weights import Held, Layout
 from verl_like.rollout.rollout_engine import WeightLoadError
 
 _ID, _NAME = 1, "policy"
-_A, _B = ".lora_A.weight", ".lora_B.weight"
+A, B = ".lora_A.weight", ".lora_B.weight"
 
 
-def engine_options(rank: int) -> dict[str, Any]:
-    """Arguments of `vllm.LLM`. Raises ValueError for a rank that vLLM cannot hold."""
+_OWN = ("actor_rollout_ref.model.lora_rank", "set model.lora.merge=True")
+
+
+def engine_options(rank: int, slots: int = 1, named: tuple[str, str] = _OWN) -> dict[str, Any]:
+    """Arguments of `vllm.LLM`. Raises ValueError for a rank that vLLM cannot hold.
+
+    slots: adapters that act in one step. named: the key that asks for the rank, and what helps where it is too high.
+    """
     from vllm.config.lora import MaxLoRARanks
 
     ranks = sorted(get_args(MaxLoRARanks))
     if rank > ranks[-1]:
-        raise ValueError(
-            f"actor_rollout_ref.model.lora_rank={rank} with model.lora.merge=False: vLLM keeps adapters up to rank "
-            f"{ranks[-1]}; set model.lora.merge=True"
-        )
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": next(r for r in ranks if r >= rank)}
+        raise ValueError(f"{named[0]}={rank}: vLLM keeps adapters up to rank {ranks[-1]}; {named[1]}")
+    return {"enable_lora": True, "max_loras": slots, "max_lora_rank": next(r for r in ranks if r >= rank)}
 
 
 def request() -> Any:
@@ -45,7 +48,7 @@ def let_base_weights_in(llm: Any) -> None:
 
     Such a layer of vLLM 0.26 finds no parameter of that name.
     """
-    for module in _manager(llm).modules.values():
+    for module in manager_of(llm).modules.values():
         if not callable(getattr(module, "load_weights", None)):
             module.load_weights = partial(_load_base, module)
 
@@ -63,17 +66,14 @@ def put(llm: Any, tensors: dict[str, Tensor]) -> None:
 
     Raises WeightLoadError when vLLM would leave some out.
     """
-    modules = {name.removesuffix(_A).removesuffix(_B) for name in tensors if is_adapter(name)}
-    incomplete = [name for name in sorted(modules) if f"{name}{_A}" not in tensors or f"{name}{_B}" not in tensors]
+    modules = {name.removesuffix(A).removesuffix(B) for name in tensors if is_adapter(name)}
+    incomplete = [name for name in sorted(modules) if f"{name}{A}" not in tensors or f"{name}{B}" not in tensors]
     strangers = sorted(name for name in tensors if not is_adapter(name))
     if not modules or incomplete or strangers:
         raise WeightLoadError(f"not an adapter: A or B is missing of {incomplete[:8]}, no part of one: {strangers[:8]}")
-    manager = _manager(llm)
-    adapter = _adapter(manager.model, tensors)
+    manager = manager_of(llm)
     manager.remove_adapter(_ID)
-    manager.add_adapter(adapter)  # joins the parts of fused modules, in `adapter.loras`
-    unused = sorted(set(adapter.loras) - set(manager.modules))
-    if unused:
+    if unused := add(manager, tensors, _ID):
         manager.remove_adapter(_ID)
         raise WeightLoadError(
             f"vLLM cannot adapt {unused[:8]}: leave them out by actor_rollout_ref.model.exclude_modules, or set "
@@ -82,17 +82,24 @@ def put(llm: Any, tensors: dict[str, Tensor]) -> None:
     manager.activate_adapter(_ID)
 
 
+def add(manager: Any, tensors: Mapping[str, Tensor], number: int) -> list[str]:
+    """Give vLLM an adapter of this number; return those parts of it that vLLM would leave out."""
+    adapter = _adapter(manager.model, tensors, number)
+    manager.add_adapter(adapter)  # joins the parts of fused modules, in `adapter.loras`
+    return sorted(set(adapter.loras) - set(manager.modules))
+
+
 def held(llm: Any, fused: dict[str, list[str]], layout: Layout) -> Iterator[Held]:
     """Yield this rank's part of the adapter, as the engine computes with it."""
-    for path, module in _manager(llm).modules.items():
+    for path, module in manager_of(llm).modules.items():
         parent, _, leaf = path.rpartition(".")
         parts = [f"{parent}.{part}" for part in fused.get(leaf, [])] or [path]
         if len(parts) != len(module.lora_a_stacked):
             continue  # one Hugging Face module cut into slices: not taken apart here
         for part, a_stacked, b_stacked in zip(parts, module.lora_a_stacked, module.lora_b_stacked, strict=True):
-            if part + _A in layout.shapes:
-                rank = layout.shapes[part + _A][0]
-                for name, local in ((part + _A, a_stacked[0, 0, :rank]), (part + _B, b_stacked[0, 0, :, :rank])):
+            if part + A in layout.shapes:
+                rank = layout.shapes[part + A][0]
+                for name, local in ((part + A, a_stacked[0, 0, :rank]), (part + B, b_stacked[0, 0, :, :rank])):
                     found = layout.held(name, path, local)
                     if found is not None:
                         yield found
@@ -103,7 +110,7 @@ def compute_directly(llm: Any) -> None:
 
     vLLM copies A and B once for each token of a step.
     """
-    for punica in _manager(llm).punica_wrapper_mapping.values():
+    for punica in manager_of(llm).punica_wrapper_mapping.values():
         punica.add_lora_linear = _add_lora_linear
 
 
@@ -123,11 +130,11 @@ def _add_lora_linear(
         start += width
 
 
-def _adapter(model: nn.Module, tensors: dict[str, Tensor]) -> Any:
+def _adapter(model: nn.Module, tensors: Mapping[str, Tensor], number: int) -> Any:
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
 
-    rank = max(tensor.shape[0] for name, tensor in tensors.items() if name.endswith(_A))
+    rank = max(tensor.shape[0] for name, tensor in tensors.items() if name.endswith(A))
     mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
     for name in ("get_rename_mapper", "get_unstacked_mapper"):  # without the rules that fuse modules; the second: 0.26
         if hasattr(mapper, name):
@@ -135,8 +142,8 @@ def _adapter(model: nn.Module, tensors: dict[str, Tensor]) -> Any:
             break
     first = next(iter(tensors.values()))
     return LoRAModel.from_lora_tensors(
-        _ID,
-        tensors,
+        number,
+        dict(tensors),
         PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]),  # alpha / r = 1: B is scaled already
         device=str(first.device),
         dtype=first.dtype,
@@ -144,6 +151,6 @@ def _adapter(model: nn.Module, tensors: dict[str, Tensor]) -> Any:
     )
 
 
-def _manager(llm: Any) -> Any:
+def manager_of(llm: Any) -> Any:
     """Return the worker's own manager of adapters."""
     return llm.collective_rpc(lambda worker: worker.model_runner.lora_manager._adapter_manager)[0]
