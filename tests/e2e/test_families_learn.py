@@ -43,6 +43,7 @@ def rise(folder: Path, tiny_model: Path, name: str, seed: int, *, reward: str = 
         "trainer.total_training_steps": STEPS,
         "trainer.seed": seed,
         "actor_rollout_ref.rollout.name": engine,
+        "actor_rollout_ref.rollout.enforce_eager": True,
         **settings,
     }
     train(compose(overrides(task, model, folder / "out", **settings)))
