@@ -29,7 +29,7 @@ HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
 TIED = HEADS | {"tie_word_embeddings": True}  # vLLM has no other head for them
 OWN: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64},  # the one size that its kernel has
-    **dict.fromkeys(("gemma", "gemma2", "vaultgemma", "cohere"), TIED),
+    **dict.fromkeys(("gemma", "gemma2", "vaultgemma", "cohere", "lfm2", "lfm2_moe"), TIED),
 }
 pytestmark = pytest.mark.engines  # each takes a start of vLLM
 

@@ -85,7 +85,7 @@ FAMILIES: dict[str, Family] = {
     "gemma": _dense(),
     "gemma2": _windows(attention="eager"),
     "gemma3_text": _windows(),
-    "vaultgemma": _windows(_PACKED, "eager"),
+    "vaultgemma": _windows(attention="eager"),
     "cohere": _dense(),
     "cohere2": _windows(_PACKED),
     "olmo": _dense(),
@@ -115,9 +115,9 @@ FAMILIES: dict[str, Family] = {
     "hunyuan_v1_moe": _experts(),
     "deepseek_v3": _experts(),
     "glm4_moe": _experts(),
-    "dots1": _experts(_PACKED),
+    "dots1": _experts(),
     "minimax_m2": _experts(_PACKED),
-    "lfm2_moe": _recurrent("conv", "mixture of experts, hybrid"),
+    "lfm2_moe": _recurrent("conv", "mixture of experts, hybrid", _WITH_VLLM),
     "gpt_oss": Family(kind="mixture of experts, sliding windows, sinks", attention="eager"),
     "qwen3_next": _recurrent("linear_attention", "mixture of experts, hybrid"),
     "qwen3_5_text": _recurrent("linear_attention"),
@@ -126,7 +126,7 @@ FAMILIES: dict[str, Family] = {
     "bamba": _recurrent("mamba"),
     "falcon_h1": _recurrent("mamba", tested=_WITH_VLLM),
     "granitemoehybrid": _recurrent("mamba", "mixture of experts, hybrid", _WITH_VLLM),
-    "lfm2": _recurrent("conv"),
+    "lfm2": _recurrent("conv", tested=_WITH_VLLM),
 }
 _IMAGES = frozenset({IMAGES, RANKS, HF, VLLM, SGLANG})
 VISION: dict[str, Family] = {

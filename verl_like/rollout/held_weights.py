@@ -88,7 +88,7 @@ def held_by(model: nn.Module, layout: Layout, reader: Reader, *, quantised: bool
         if {"w13_weight", "w2_weight"} <= module._parameters.keys():
             yield from _experts(path, module, layout, reader)
             continue
-        for leaf, parameter in module._parameters.items():
+        for leaf, parameter in (module._parameters | module._buffers).items():  # routers' bias may be a buffer
             if parameter is None:
                 continue
             names = _names(f"{path}.{leaf}", fused, layout) or _names(owners.get(id(parameter), ""), fused, layout)

@@ -50,9 +50,7 @@ _WITHOUT_VLLM = {
     "gpt_oss": "vLLM's CPU build has no kernel for its experts",
     "jamba": "vLLM's CPU build has no kernel for Mamba 1",
     "minimax_m2": "vLLM's CPU build has no routers with sigmoid scores of its kind",
-    "dots1": "its routers' bias is not read back out of vLLM (all else is, and log-probs agree)",
     "bamba": "vLLM has no model of it any more",
-    **dict.fromkeys(("lfm2", "lfm2_moe"), "vLLM's CPU build gives other log-probs, by 0.1 nats or more"),
     **dict.fromkeys(("qwen3_vl_moe", "gemma3", "mistral3"), "vLLM asks for torchvision, which it lacks on a CPU"),
     **dict.fromkeys(_DELTA_RULES, "vLLM's CPU build has no kernel for its delta rule in float32"),
 }

@@ -97,7 +97,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "glm4_moe": {"n_routed_experts": 8, "n_shared_experts": 1, "head_dim": 32},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "conv_dim": 64, "block_dim": 64},  # as files, for vLLM
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "recurrent_gemma": {"num_hidden_layers": 3, "lru_width": 64, "attention_window_size": 64},
     "zamba2": {

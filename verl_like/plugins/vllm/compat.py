@@ -48,6 +48,7 @@ def start(kwargs: dict[str, Any], *, device: torch.device, run_id: str) -> Any:
     if device.type == "cpu":
         _do_not_compile_token_ranks()
         _look_at_dictionaries_alone()
+        rotate_all_heads()
     set_num_threads = torch.set_num_threads
     try:
         with _shared_classes() as own_class:
@@ -125,6 +126,20 @@ def _look_at_dictionaries_alone() -> None:
 
     vars_of: Any = dispatcher
     vars_of.vars = attributes  # found before the builtin one
+
+
+@functools.cache
+def rotate_all_heads() -> None:
+    """Let queries with an axis of heads (latent attention, LFM2) be rotated by vLLM's formula in torch. On CPU alone.
+
+    The kernel there (vLLM 0.32) takes each head for a token: it rotates by positions of other tokens, and reads and
+    writes beyond the end of positions and keys. Flat queries, as of other models, come out right.
+    """
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    ways: dict[bool, Any] = {True: RotaryEmbedding.forward_native, False: RotaryEmbedding.forward_cpu}
+    replaced: Any = RotaryEmbedding
+    replaced.forward_cpu = lambda rotary, at, query, key=None: ways[query.ndim > at.ndim + 1](rotary, at, query, key)
 
 
 class _OwnDraws(TorchFunctionMode):

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.config.rollout import reads_text
@@ -64,6 +64,8 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
         if self._vision is not None:
             kwargs |= vision.engine_options(rollout.limit_images)
             vision.prepare()
+        if process.device.type == "cpu" and self.dtype != torch.bfloat16 and hasattr(spec.hf_config, "kv_lora_rank"):
+            kwargs.setdefault("attention_backend", "CPU_MLA")  # a CPU with AMX would get the kernels of bfloat16
         if options["routes"] and process.device.type == "cuda":
             kwargs[routes.OPTION] = True
         self._lora_request: Any = lora.request() if self.keeps_adapters else None
@@ -74,8 +76,6 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
             if process.device.type == "cpu":
                 lora.compute_directly(self._llm)
         self._model: Any = compat.model_of(self._llm)
-        if process.device.type == "cpu":
-            rotate_all_heads(self._model)
         self._routes: routes.Captured | routes.Returned | None = None
         if options["routes"]:
             kind, on_cpu = route_type(spec.hf_config), process.device.type == "cpu"
@@ -415,15 +415,3 @@ def engine_arguments(
         kwargs["speculative_config"] = rollout.own_drafts
     extra = {name: value for name, value in rollout.engine_kwargs.vllm.items() if value is not None}
     return kwargs | extra
-
-
-def rotate_all_heads(model: nn.Module) -> None:
-    """Let latent attention (deepseek_v3) rotate its queries by vLLM's own formula in torch. For CPU alone.
-
-    Its queries have three axes, and the kernel there (vLLM 0.32) rotates those wrongly. It seems to take the stride of
-    heads for that of tokens; flat queries, as of other models, come out right.
-    """
-    for module in model.modules():
-        if hasattr(module, "qk_rope_head_dim") and isinstance(rotary := getattr(module, "rotary_emb", None), nn.Module):
-            found: Any = rotary
-            found._forward_method = found.forward_native

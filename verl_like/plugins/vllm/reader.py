@@ -22,8 +22,11 @@ def fused_parts(model: nn.Module) -> dict[str, list[str]]:
     return found
 
 
-# Where vLLM has modules, and files do: a wrapped mixer (Falcon-H1); routers, shared experts of experts (dots.llm1)
+# Where vLLM has tensors, and files do: convolutions, routers' bias (LFM2); a wrapped mixer (Falcon-H1); routers, shared
+# experts of experts (dots.llm1)
 _MOVED = (
+    (".short_conv.", ".conv."),
+    (".feed_forward.gate.e_score_correction_bias", ".feed_forward.expert_bias"),
     (".mamba.mamba.", ".mamba."),
     (".experts.gate.", ".gate."),
     (".experts._shared_experts._layer.shared_experts.", ".shared_experts."),

@@ -47,6 +47,7 @@ USED = (
 )
 ON_CPU = (
     "vllm._custom_ops: cpu_prepack_moe_weight",
+    "vllm.model_executor.layers.rotary_embedding.base: RotaryEmbedding.forward_cpu RotaryEmbedding.forward_native",
     "vllm.v1.sample.ops.logprobs: batched_count_greater_than",
     "vllm.v1.sample.ops.topk_topp_sampler: TopKTopPSampler.forward_cpu",
     "vllm.v1.sample.sampler: batched_count_greater_than",
