@@ -68,7 +68,7 @@ class AdaptersEngine(VLLMRolloutEngine):
         self._nothing = next((nothing[name] for name in layers if name not in self.unadapted), {})
 
     def _adapts(self, tensors: Mapping[str, Tensor]) -> bool:
-        unused = lora.add(self._manager, tensors, 1)
+        unused = lora.add(self._llm, tensors, 1)
         self._manager.remove_adapter(1)
         return not unused
 
@@ -84,7 +84,7 @@ class AdaptersEngine(VLLMRolloutEngine):
         number = next(self._numbers)
         tensors = _tensors(layers) or self._nothing  # vLLM looks for a folder of one that it does not have
         with self._exclusive():
-            lora.add(self._manager, tensors, number)
+            lora.add(self._llm, tensors, number)
         if head is not None:
             self._heads[number] = tuple(part.to(self.dtype) for part in head)
         self.adapters[name] = LoRARequest(name, number, name)

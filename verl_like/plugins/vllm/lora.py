@@ -73,7 +73,7 @@ def put(llm: Any, tensors: dict[str, Tensor]) -> None:
         raise WeightLoadError(f"not an adapter: A or B is missing of {incomplete[:8]}, no part of one: {strangers[:8]}")
     manager = manager_of(llm)
     manager.remove_adapter(_ID)
-    if unused := add(manager, tensors, _ID):
+    if unused := add(llm, tensors, _ID):
         manager.remove_adapter(_ID)
         raise WeightLoadError(
             f"vLLM cannot adapt {unused[:8]}: leave them out by actor_rollout_ref.model.exclude_modules, or set "
@@ -82,8 +82,9 @@ def put(llm: Any, tensors: dict[str, Tensor]) -> None:
     manager.activate_adapter(_ID)
 
 
-def add(manager: Any, tensors: Mapping[str, Tensor], number: int) -> list[str]:
+def add(llm: Any, tensors: Mapping[str, Tensor], number: int) -> list[str]:
     """Give vLLM an adapter of this number; return those parts of it that vLLM would leave out."""
+    manager = manager_of(llm)
     adapter = _adapter(manager.model, tensors, number)
     manager.add_adapter(adapter)  # joins the parts of fused modules, in `adapter.loras`
     return sorted(set(adapter.loras) - set(manager.modules))
