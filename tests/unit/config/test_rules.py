@@ -13,6 +13,7 @@ from verl_like.trainer.compose import compose_with_warnings
 A, R, F = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 T, P = f"{A}.fsdp_config.tensor_parallel_size", f"{A}.fsdp_config.pipeline_parallel_size"
 K = f"{R}.enable_rollout_routing_replay"
+G = f"{R}.speculative.method=history"
 
 
 def warnings_of(*overrides):
@@ -81,6 +82,14 @@ def test_the_default_configuration_is_quiet():
         ([f"{K}=true", f"{A}.use_torch_compile=true"], f"{K}=True with {A}.use_torch_compile=True"),
         ([f"{K}=true", f"{R}.name=sglang"], f"{K}=True with {R}.name=sglang: this engine records none"),
         ([f"{K}=true", f"{R}.engine_kwargs.vllm.speculative_config={{method:ngram}}"], "those dropped have routes as"),
+        ([G, f"{R}.name=vllm"], "this engine takes no such guesses; use name=hf, or method=ngram, which vllm has too"),
+        ([f"{R}.speculative.method=ngram", f"{R}.name=sglang"], "takes no such guesses; use name=hf or vllm"),
+        ([f"{R}.speculative.method=ngram", f"{R}.engine_kwargs.vllm.speculative_config={{method:ngram}}"],
+          "both say how tokens are guessed"),
+        ([G, f"{R}.name=hf", f"{K}=true"], "guessed wrong have routes"),
+        ([G, f"{R}.name=hf", "trainer.parity=exact"], "adds up in another order than over one"),
+        ([G, f"{R}.name=hf", "trainer.objective=serve"], "follows from all requests"),
+        ([f"{R}.speculative.method=ngram", f"{R}.min_p=0.1"], f"{R}.speculative.method=ngram: vLLM refuses such"),
         ([f"{F}.router_replay.mode=R3"], "a divergence compares whole policies, routers included"),
         ([f"{A}.router_replay.replay_file=a.pt"], "recorded with the rows of a step"),
         ([f"{A}.ratio_skip_threshold=0.5"], "ratio_skip_threshold=0.5: must be at least 1"),

@@ -69,7 +69,7 @@ def fire_counts_its_first_token(config: PPOConfig) -> Findings:
         return (f"{_ROLLOUT}.use_fire_sampling", *given, _NAME), f"{why}; leave one out, or use name=hf or sglang"
 
 
-@rule(_GUESSES, _NAME, _DRAFTS, f"{_ROLLOUT}.enable_rollout_routing_replay", "trainer.parity")
+@rule(_GUESSES, _NAME, _DRAFTS, f"{_ROLLOUT}.enable_rollout_routing_replay", "trainer.parity", "trainer.objective")
 def engine_takes_guesses(config: PPOConfig) -> Findings:
     """Guesses ahead need an engine that takes them, and to check several tokens at a time has sums of its own."""
     rollout, method = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.speculative.method
@@ -87,6 +87,9 @@ def engine_takes_guesses(config: PPOConfig) -> Findings:
     if config.trainer.parity == "exact":
         why = "a pass over several tokens adds up in another order than over one"
         yield (_GUESSES, "trainer.parity"), f"{why}; use method=none"
+    if config.trainer.objective == "serve":
+        why = "what is guessed follows from all requests, and rounds what others compute"
+        yield (_GUESSES, "trainer.objective"), f"{why}; use method=none"
 
 
 @rule(_DRAFTS, f"{_ROLLOUT}.min_p", f"{_ROLLOUT}.val_kwargs.min_p", reads=(_GUESSES,))
