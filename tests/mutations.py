@@ -86,7 +86,7 @@ DRAFTS = [
     Mutation(
         "guesses are made whatever they cost",
         "plugins/drafts/lookup.py",
-        "if worth > best:",
+        "if work < best:",
         "if columns:",
         "drafts/test_lookup.py",
     ),

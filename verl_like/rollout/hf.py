@@ -49,7 +49,7 @@ _ORDER = attrgetter("order")
 # What a decode step costs for any number of rows, and for each token: on a GPU weights are read (in tokens); on a CPU
 # also modules are called (in operations of a layer, at 50 GFLOP/s and 10 GB/s; docs/rollout.md).
 _FIXED_TOKENS = 300.0
-_LAYER_OPERATIONS, _WEIGHT_OPERATIONS, _TOKEN_OPERATIONS = 4e7, 20.0, 2.5e5
+_LAYER_OPERATIONS, _WEIGHT_OPERATIONS, _TOKEN_OPERATIONS = 4e7, 20.0, 5e5
 
 
 class HFRolloutEngine(SteppedRolloutEngine):

@@ -18,6 +18,7 @@ from verl_like.rollout.rows import Row
 SIZES: tuple[int, ...] = (8, 3)  # last tokens that have to be the same, most first: what followed is then likelier
 _FORGET = 0.97  # a step's weight in the counts, by the next step's
 _SAMPLE = 8  # while drafts do not pay, one row in so many is read
+_GUESSING = 1.2  # fixed work of a pass with guesses, by that of one without
 _LONGEST_REST = 16  # steps between two looks then, at most
 
 
@@ -140,15 +141,20 @@ class Lookup:
         return length
 
     def _width(self, readers: Sequence[_Reader]) -> int:
-        """Choose how many drafts the rows get at most: the most tokens for the work of the step."""
+        """Choose how many drafts the rows get at most: the least work for what is left to sample.
+
+        Tokens cost as many passes as each row needs, a pass's fixed work as many as the slowest row does, which is
+        taken to gain half as much as the mean.
+        """
         chances = {size: self._chance(size) for size in SIZES}
         lengths = [(chances[reader.size], self._length(reader)) for reader in readers if reader.guess]
-        best, width, gain, rows = 1.0, 0, 0.0, len(readers)
+        width, gain, rows = 0, 0.0, len(readers)
+        best = self._fixed + rows
         for columns in range(1, max((length for _, length in lengths), default=0) + 1):
-            gain += sum(chance**columns for chance, length in lengths if length >= columns)
-            worth = (1 + gain / rows) * (self._fixed + rows) / (self._fixed + rows * (1 + columns))
-            if worth > best:
-                best, width = worth, columns
+            gain += sum(chance**columns for chance, length in lengths if length >= columns) / rows
+            work = _GUESSING * self._fixed / (1 + gain / 2) + rows * (1 + columns) / (1 + gain)
+            if work < best:
+                best, width = work, columns
         return width
 
     def _draft(self, row: Row, reader: _Reader, width: int) -> list[int]:
