@@ -53,6 +53,7 @@ SAMPLES: dict[str, Any] = {
     "algorithm.filter_groups.range": [0.1, 0.9],
     "algorithm.gdpo_reward_weights": [2.0],
     "actor_rollout_ref.rollout.mode": "async",
+    "actor_rollout_ref.rollout.speculative.method": "history",
     "actor_rollout_ref.rollout.scheduler.mode": "batch",
     "actor_rollout_ref.rollout.scheduler.additional_prompts.aborted": "wait",
     "actor_rollout_ref.rollout.max_model_len": 4096,
