@@ -89,9 +89,9 @@ class HFRolloutEngine(SteppedRolloutEngine):
         self._waiting: list[Row] = []  # in the order in which they are taken up
         self._taken_up: list[Row] = []  # whose prompts are computed in the step under way
         self._batches: list[Batch] = []  # one, unless the model's caches cannot be joined (hf_batch.py)
-        self._proposer: Proposer | None = None
+        self.proposer: Proposer | None = None
         if rollout.speculative.method != "none":
-            self._proposer = part("drafts", "lookup")(rollout.speculative, self._fixed_tokens())
+            self.proposer = part("drafts", "lookup")(rollout.speculative, self._fixed_tokens())
         self.prefilled_tokens = 0
         """Tokens of prompts, and of responses that were begun before, that were computed since the start: equal ones of
         rows that are taken up together once."""
@@ -144,9 +144,9 @@ class HFRolloutEngine(SteppedRolloutEngine):
         """Run a step; rows that end go into `done`, also where it breaks off."""
         new = self._take_up()
         self._taken_up = new
-        if self._proposer is not None and not new and len(self._batches) == 1:
+        if self.proposer is not None and not new and len(self._batches) == 1:
             (batch,) = self._batches
-            if any(drafts := self._proposer.propose(batch.rows)):
+            if any(drafts := self.proposer.propose(batch.rows)):
                 self._decode_ahead(batch, drafts)
                 self._collect(batch, done)
                 self._batches = [batch] if batch.rows else []

@@ -59,7 +59,7 @@ class Texts:
 
 @dataclass(slots=True, eq=False)
 class _Reader:
-    """What is known of one row: its texts, the number of its own among them, and the last guess."""
+    """Texts of one row, the number of its own among them, and the last guess."""
 
     texts: Texts
     own: int
