@@ -33,7 +33,7 @@ class HFSampler(HFRolloutEngine):
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
-        self._places = Places(self._module, head=True)
+        self._adapted = Places(self._module, head=True)
         self._owners: Mapping[str, int] = MappingProxyType({})  # by request, where several adapters act
 
     @contextmanager
@@ -42,13 +42,13 @@ class HFSampler(HFRolloutEngine):
         numbers = {folder: i for i, folder in enumerate(adapters)}
         several = len(adapters) > 1
         self._owners = {request: numbers[folder] for request, folder in owners.items()} if several else {}
-        with self._places.active(list(adapters.values())):
+        with self._adapted.active(list(adapters.values())):
             yield
 
     def _forward(self, ids_bs: Tensor, positions_bs: Tensor, batch: Batch, *further: Any) -> Tensor:
         if self._owners:
             owners_b = torch.tensor([self._owners[row.request.request_id] for row in batch.rows])
-            self._places.arrange(owners_b, self._device)
+            self._adapted.arrange(owners_b, self._device)
         return super()._forward(ids_bs, positions_bs, batch, *further)
 
     def _known(self, row: Row) -> Hashable:
@@ -62,7 +62,7 @@ class VLLMSampler(AdaptersEngine):
         heads = {*trained.kinds["train_unembed"]}
         layers = {name: (inner, out) for name, (out, inner) in trained.sizes.items() if name not in heads}
         self.isolated = serving.isolation == "exact"
-        rank = ("serve.max_lora_rank", serving.max_lora_rank)
+        rank = ("serve.max_lora_rank={}", serving.max_lora_rank)
         super().__init__(spec, max_rank=rank, slots=1 if self.isolated else _SLOTS, layers=layers)
         self._heads_of = heads
 

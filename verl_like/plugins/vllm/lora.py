@@ -20,19 +20,19 @@ _ID, _NAME = 1, "policy"
 A, B = ".lora_A.weight", ".lora_B.weight"
 
 
-_OWN = ("actor_rollout_ref.model.lora_rank", "set model.lora.merge=True")
+_OWN = ("actor_rollout_ref.model.lora_rank={} with model.lora.merge=False", "set model.lora.merge=True")
 
 
 def engine_options(rank: int, slots: int = 1, named: tuple[str, str] = _OWN) -> dict[str, Any]:
     """Arguments of `vllm.LLM`. Raises ValueError for a rank that vLLM cannot hold.
 
-    slots: adapters that act in one step. named: the key that asks for the rank, and what helps where it is too high.
+    slots: adapters that act in one step. named: how the rank is asked for, and what helps where it is too high.
     """
     from vllm.config.lora import MaxLoRARanks
 
     ranks = sorted(get_args(MaxLoRARanks))
     if rank > ranks[-1]:
-        raise ValueError(f"{named[0]}={rank}: vLLM keeps adapters up to rank {ranks[-1]}; {named[1]}")
+        raise ValueError(f"{named[0].format(rank)}: vLLM keeps adapters up to rank {ranks[-1]}; {named[1]}")
     return {"enable_lora": True, "max_loras": slots, "max_lora_rank": next(r for r in ranks if r >= rank)}
 
 
