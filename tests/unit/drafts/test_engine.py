@@ -12,7 +12,7 @@ import pytest
 
 from tests.unit.rollout.tiny import TOKENIZER_SIZE, build_for, single_process, state, tiny_config, tiny_model
 from verl_like.config import ModelConfig, RolloutConfig
-from verl_like.config.rollout import SpeculativeConfig
+from verl_like.config.rollout import RolloutName, SpeculativeConfig
 from verl_like.parallel.dist import shutdown_distributed
 from verl_like.rollout.build import require_plain_cache
 from verl_like.rollout.hf import HFRolloutEngine
@@ -157,7 +157,7 @@ def test_equal_runs_guess_equally(make: Callable[..., HFRolloutEngine]) -> None:
 
 
 def test_models_whose_layers_forget_are_refused() -> None:
-    rollout = RolloutConfig(name="hf", speculative=SpeculativeConfig(method="ngram"))
+    rollout = RolloutConfig(name=RolloutName.hf, speculative=SpeculativeConfig(method="ngram"))
     require_plain_cache(rollout, tiny_config())
     windows = tiny_config(use_sliding_window=True, sliding_window=8, layer_types=["sliding_attention"] * 2)
     with pytest.raises(ValueError, match=r"speculative.method=ngram: layers of this model keep windows.*method=none"):
