@@ -4,7 +4,8 @@
     python -m benchmarks.drafts --temperature 1.0 --prompts 4 --n 2 --repeat
 
 Weights stay what they are, seeds are other ones in each epoch. --repeat: the model is the story model with its logits
-times twenty, as sure of itself as a policy late in training. Prints CPU seconds of each epoch and their ratio.
+times twenty, as sure of itself as a policy late in training. Prints the seconds of each epoch (of CPU, or on a device
+by the clock) and their ratio.
 """
 
 from __future__ import annotations
@@ -47,11 +48,13 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--methods", nargs="+", default=["none", "ngram", "history"])
     parser.add_argument("--repeat", action="store_true")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    clock = time.process_time if arguments.device == "cpu" else time.perf_counter
     tokenizer, model = AutoTokenizer.from_pretrained(arguments.model), ModelConfig(path=arguments.model)
     weights = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
-    process = init_distributed(0, 1, 0, 1, "127.0.0.1", 29_577, "cpu")
+    process = init_distributed(0, 1, 0, 1, "127.0.0.1", 29_577, arguments.device)
     engines = {}
     for method in arguments.methods:
         rollout = RolloutConfig(name="hf", speculative=SpeculativeConfig(method=method))
@@ -79,15 +82,15 @@ def main() -> None:
         ]
         seconds, done = {}, []
         for method, engine in engines.items():
-            began = time.process_time()
+            began = clock()
             done = engine.generate(asked)
-            seconds[method] = time.process_time() - began
+            seconds[method] = clock() - began
             tokens, drafted, kept = (
                 sum(column) for column in zip(*((len(c.sampled), c.drafted, c.kept) for c in done), strict=True)
             )
             ratio = seconds[arguments.methods[0]] / seconds[method]
             print(
-                f"epoch {epoch + 1}, {method}: {seconds[method]:.2f} s of CPU ({ratio:.2f} x), {tokens:,} tokens, "
+                f"epoch {epoch + 1}, {method}: {seconds[method]:.2f} s ({ratio:.2f} x), {tokens:,} tokens, "
                 f"{drafted:,} guessed, {kept:,} kept",
                 flush=True,
             )

@@ -22,10 +22,10 @@ from tests.unit.rollout.tiny import (
     MAX_LEN,
     TOKENIZER_SIZE,
     build_for,
+    hf_engines,
     log_probs,
     single_process,
     state,
-    tiny_config,
     tiny_model,
 )
 from verl_like.config import ModelConfig
@@ -53,20 +53,8 @@ Make = Callable[..., HFRolloutEngine]
 @pytest.fixture(scope="module")
 def make(process: ProcessInfo, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Make]:
     """An engine over the tiny Qwen2, with other settings."""
-    folder = tmp_path_factory.mktemp("model")
-    tiny_config().save_pretrained(folder)
-    made: list[HFRolloutEngine] = []
-
-    def build(**rollout: Any) -> HFRolloutEngine:
-        built = build_for("hf", ModelConfig(path=str(folder)), process, tokenizer_size=TOKENIZER_SIZE, **rollout)
-        assert isinstance(built, HFRolloutEngine)
-        built.load_weights(iter(state(MODEL).items()), 1)
-        made.append(built)
-        return built
-
-    yield build
-    for engine in made:
-        engine.shutdown()
+    with hf_engines(tmp_path_factory.mktemp("model"), MODEL, process) as build:
+        yield build
 
 
 @pytest.fixture(scope="module")

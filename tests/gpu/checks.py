@@ -350,6 +350,25 @@ CHECKS: tuple[Check, ...] = (
         (Expect("of one client's tokens a second", column="of_one", least=SERVED),),
     ),
     Check(
+        "guesses",
+        "Tokens that are guessed ahead change no token of the hf engine.",
+        gpu_tests("drafts"),
+        1.0,
+    ),
+    Check(
+        "guesses-speed",
+        "Guesses from history pay on a device for more rows than on a CPU (seconds of each epoch are printed).",
+        "benchmarks/drafts.py --device cuda --prompts 8 --n 8 --repeat",
+        2.0,
+    ),
+    Check(
+        "pieces",
+        "Stages of a pipeline in two pieces wait less than in one, and send the bytes of the least.",
+        bench("mesh --ranks 2 --only pipe pipe-virtual"),
+        2.0,
+        devices=2,
+    ),
+    Check(
         "agents",
         "500 conversations with a slow tool keep vLLM busy.",
         bench("agents --engine vllm --model 0.5b"),

@@ -150,6 +150,8 @@ class HFRolloutEngine(SteppedRolloutEngine):
                 self._decode_ahead(batch, drafts)
                 self._collect(batch, done)
                 self._batches = [batch] if batch.rows else []
+                if batch.rows:
+                    batch.close_up()  # when who has ended is out: it needs memory, and may fail
                 return
         stepped = [(batch, self._decode(batch)) for batch in self._batches]
         stepped += [self._prefill(part) for part in _parts(self._alike(new), self._max_prefill)]

@@ -113,6 +113,9 @@ class Batch:
         for layer in self.cache.layers:
             assert isinstance(layer, GrowingLayer)
             layer.crop(most - columns)
+
+    def close_up(self) -> None:
+        """Move each row's own columns together where the holes between them take as much room as the longest row."""
         width = int(self.length_b.max())
         if self.mask_bS.shape[1] > 2 * width:
             own_bS = self.mask_bS.argsort(dim=1, stable=True)[:, -width:]

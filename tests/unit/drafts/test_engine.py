@@ -5,15 +5,19 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from tests.unit.rollout.tiny import TOKENIZER_SIZE, build_for, single_process, state, tiny_config, tiny_model
+from tests.unit.rollout.tiny import TOKENIZER_SIZE, hf_engines, single_process, tiny_config, tiny_model
 from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.config.rollout import RolloutName, SpeculativeConfig
 from verl_like.parallel.dist import shutdown_distributed
+from verl_like.plugins.vllm.engine import engine_arguments
 from verl_like.rollout.build import require_plain_cache
 from verl_like.rollout.hf import HFRolloutEngine
 from verl_like.rollout.hf_batch import Batch
@@ -32,24 +36,23 @@ SAMPLING: dict[str, dict[str, Any]] = {
 }
 
 
+Make = Callable[..., HFRolloutEngine]
+
+
 @pytest.fixture(scope="module")
-def make(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., HFRolloutEngine]]:
-    folder, process, made = tmp_path_factory.mktemp("model"), single_process(), list[HFRolloutEngine]()
-    tiny_config(num_key_value_heads=1).save_pretrained(folder)
-
-    def build(method: str = "none") -> HFRolloutEngine:
-        config = ModelConfig(path=str(folder))
-        sizes = {"tokenizer_size": TOKENIZER_SIZE, "max_num_seqs": 12}
-        built = build_for("hf", config, process, speculative=SpeculativeConfig(method=method), **sizes)
-        assert isinstance(built, HFRolloutEngine)
-        built.load_weights(iter(state(MODEL).items()), 1)
-        made.append(built)
-        return built
-
-    yield build
-    for engine in made:
-        engine.shutdown()
+def make(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Make]:
+    with engines_on("cpu", tmp_path_factory.mktemp("model")) as build:
+        yield build
     shutdown_distributed()
+
+
+@contextmanager
+def engines_on(device: str, folder: Path) -> Iterator[Make]:
+    """Maker of engines with guesses by a method, or without."""
+    with hf_engines(folder, MODEL, single_process(device)) as build:
+        yield lambda method="none": build(
+            speculative=SpeculativeConfig(method=method), max_num_seqs=12, dtype="float32"
+        )
 
 
 def requests(count: int, seed: int, drafts: Sequence[Any] = (), **sampling: Any) -> list[GenerationRequest]:
@@ -95,7 +98,7 @@ def same(a: list[Completion], b: list[Completion]) -> None:
 
 
 @pytest.mark.parametrize("name", SAMPLING)
-def test_tokens_are_those_of_no_guesses(make: Callable[..., HFRolloutEngine], name: str) -> None:
+def test_tokens_are_those_of_no_guesses(make: Make, name: str) -> None:
     asked = requests(8, seed=1, **SAMPLING[name])
     plain = make().generate(asked)
     engine = make("history")
@@ -108,9 +111,7 @@ def test_tokens_are_those_of_no_guesses(make: Callable[..., HFRolloutEngine], na
         assert 0.3 * told.num_guesses < kept < told.num_guesses
 
 
-def test_columns_of_wrong_guesses_are_given_back(
-    make: Callable[..., HFRolloutEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_columns_of_wrong_guesses_are_given_back(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each step's rows one keeps all guesses, the others none: what they have is moved together now and then."""
     asked = requests(2, seed=5)
     plain = make().generate(asked)
@@ -125,19 +126,19 @@ def test_columns_of_wrong_guesses_are_given_back(
             drafts.append(guess[: row.request.sampling.max_tokens - known - 1])
         return drafts
 
-    def settled(batch: Batch, *args: Any) -> None:
-        settle(batch, *args)
+    def closed_up(batch: Batch) -> None:
+        close_up(batch)
         assert batch.mask_bS.sum(1).tolist() == batch.length_b.tolist()
         shares.append(batch.mask_bS.shape[1] / int(batch.length_b.max()))
 
-    told.propose, settle = propose, Batch.settle
-    monkeypatch.setattr(Batch, "settle", settled)
+    told.propose, close_up = propose, Batch.close_up
+    monkeypatch.setattr(Batch, "close_up", closed_up)
     engine.proposer = told
     same(engine.generate(asked), plain)
     assert 1.2 < max(shares) <= 2
 
 
-def test_earlier_responses_are_found_and_none_is_replayed(make: Callable[..., HFRolloutEngine]) -> None:
+def test_earlier_responses_are_found_and_none_is_replayed(make: Make) -> None:
     """Same weights, other seeds: tokens are those of a plain sample, whatever was sampled before."""
     before = make().generate(requests(1, seed=7, temperature=0.04))
     earlier = tuple(c.sampled.token_ids for c in before)
@@ -150,10 +151,20 @@ def test_earlier_responses_are_found_and_none_is_replayed(make: Callable[..., HF
     assert sum(c.kept for c in guessed) > 0
 
 
-def test_equal_runs_guess_equally(make: Callable[..., HFRolloutEngine]) -> None:
+def test_equal_runs_guess_equally(make: Make) -> None:
     asked = requests(1, seed=3, temperature=0.02)
     counts = [[(c.drafted, c.kept) for c in make("history").generate(asked)] for _ in "ab"]
     assert counts[0] == counts[1] and sum(kept for _, kept in counts[0]) > 0
+
+
+def test_vllm_takes_ngram_by_its_own_means(tmp_path: Path) -> None:
+    """The key is read there too: its arguments are vLLM's own, and nothing is guessed twice."""
+    spelled = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}
+    rollout = RolloutConfig(speculative=SpeculativeConfig(method="ngram", max_tokens=5))
+    tiny_config().save_pretrained(tmp_path)
+    model = ModelConfig(path=str(tmp_path))
+    assert engine_arguments(rollout, model, torch.float32, 64, 1, sleep_mode=False)["speculative_config"] == spelled
+    assert "speculative_config" not in engine_arguments(RolloutConfig(), model, torch.float32, 64, 1, sleep_mode=False)
 
 
 def test_models_whose_layers_forget_are_refused() -> None:

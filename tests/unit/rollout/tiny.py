@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from verl_like.models.loading import load_hf_config
 from verl_like.parallel.checksum import checksum
 from verl_like.parallel.dist import ProcessInfo, init_distributed
 from verl_like.rollout.base import RolloutEngine
+from verl_like.rollout.hf import HFRolloutEngine
 from verl_like.workers.rollout import start_engine
 
 VOCAB, TOKENIZER_SIZE, MAX_LEN = 80, 70, 128
@@ -95,8 +97,8 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def single_process() -> ProcessInfo:
-    return init_distributed(0, 1, 0, 1, "127.0.0.1", free_port(), "cpu")
+def single_process(device: str = "cpu") -> ProcessInfo:
+    return init_distributed(0, 1, 0, 1, "127.0.0.1", free_port(), device)
 
 
 def build(name: str, folder: Path, process: ProcessInfo, **rollout: Any) -> RolloutEngine:
@@ -105,6 +107,24 @@ def build(name: str, folder: Path, process: ProcessInfo, **rollout: Any) -> Roll
     return build_for(
         name, ModelConfig(path=str(folder)), process, tokenizer_size=TOKENIZER_SIZE, max_num_seqs=32, **rollout
     )
+
+
+@contextmanager
+def hf_engines(folder: Path, model: Qwen2ForCausalLM, process: ProcessInfo) -> Iterator[Callable[..., HFRolloutEngine]]:
+    """Maker of hf engines that hold this model's weights, with other settings each; all are shut down at the end."""
+    model.config.save_pretrained(folder)
+    made: list[HFRolloutEngine] = []
+
+    def make(**rollout: Any) -> HFRolloutEngine:
+        built = build_for("hf", ModelConfig(path=str(folder)), process, tokenizer_size=TOKENIZER_SIZE, **rollout)
+        assert isinstance(built, HFRolloutEngine)
+        built.load_weights(iter(state(model).items()), 1)
+        made.append(built)
+        return built
+
+    yield make
+    for engine in made:
+        engine.shutdown()
 
 
 def build_for(
