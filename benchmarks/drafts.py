@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl_like.config import ModelConfig, RolloutConfig
-from verl_like.config.rollout import SpeculativeConfig
+from verl_like.config.rollout import RolloutName, SpeculativeConfig
 from verl_like.models.loading import load_hf_config
 from verl_like.parallel.dist import init_distributed
 from verl_like.rollout.build import build_rollout_engine
@@ -57,7 +57,7 @@ def main() -> None:
     process = init_distributed(0, 1, 0, 1, "127.0.0.1", 29_577, arguments.device)
     engines = {}
     for method in arguments.methods:
-        rollout = RolloutConfig(name="hf", speculative=SpeculativeConfig(method=method))
+        rollout = RolloutConfig(name=RolloutName.hf, speculative=SpeculativeConfig(method=method))
         sizes = {"tokenizer_size": len(tokenizer), "max_model_len": arguments.tokens + 64, "seed": 1}
         facts = {"process": process, "hf_config": load_hf_config(model), "run_id": f"drafts-{method}"}
         engines[method] = build_rollout_engine(rollout, model, **facts, **sizes)

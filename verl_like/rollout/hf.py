@@ -149,9 +149,9 @@ class HFRolloutEngine(SteppedRolloutEngine):
             if any(drafts := self.proposer.propose(batch.rows)):
                 self._decode_ahead(batch, drafts)
                 self._collect(batch, done)
-                self._batches = [batch] if batch.rows else []
-                if batch.rows:
-                    batch.close_up()  # when who has ended is out: it needs memory, and may fail
+                self._batches = [each for each in self._batches if each.rows]
+                for each in self._batches:
+                    each.close_up()  # when who has ended is out: it needs memory, and may fail
                 return
         stepped = [(batch, self._decode(batch)) for batch in self._batches]
         stepped += [self._prefill(part) for part in _parts(self._alike(new), self._max_prefill)]
@@ -244,8 +244,7 @@ class HFRolloutEngine(SteppedRolloutEngine):
     def _decode_ahead(self, batch: Batch, drafts: Sequence[list[int]]) -> None:
         """Compute what follows each row's last token and each of its drafts, and sample as far as they are drawn."""
         assert batch.next_b1 is not None
-        ids_bd = pad_rows(drafts, side="right", dtype=torch.int64).to(self._device)
-        ids_bw = torch.cat([batch.next_b1, ids_bd], dim=1)
+        ids_bw = torch.cat([batch.next_b1, pad_rows(drafts, side="right", dtype=torch.int64).to(self._device)], dim=1)
         columns = ids_bw.shape[1]
         logits_bwV = self._logits(ids_bw, batch.widen(columns), batch, None, keep=columns)
         taken = batch.sample_ahead(logits_bwV, drafts, self._sampling_version, self._tokenizer)

@@ -78,7 +78,7 @@ class Batch:
         knobs = self._knobs_for(logits_NV).repeated(at_N, row_N)
         token_N, log_prob_N = draw_tokens([self.rows[b] for b in row_N], knobs, logits_NV, ahead)
         drawn = iter(zip(token_N.tolist(), log_prob_N.tolist(), strict=True))
-        taken, last = list[int](), list[int]()
+        taken = list[int]()
         for row, draft in zip(self.rows, drafts, strict=True):
             mine, before = [next(drawn) for _ in range(len(draft) + 1)], len(row.token_ids)
             for (token, log_prob), guess in itertools.zip_longest(mine, draft):
@@ -87,8 +87,7 @@ class Batch:
                     break
             taken.append(len(row.token_ids) - before)
             row.drafted, row.kept = row.drafted + len(draft), row.kept + taken[-1] - 1
-            last.append(row.token_ids[-1])
-        self.next_b1 = torch.tensor(last, device=at_N.device)[:, None]
+        self.next_b1 = torch.tensor([row.token_ids[-1:] for row in self.rows], device=at_N.device)
         return taken
 
     def _knobs_for(self, logits: Tensor) -> Knobs:
@@ -111,7 +110,6 @@ class Batch:
         self.mask_bS[:, -most:] = (torch.arange(most, device=taken_b.device) < taken_b[:, None]).to(self.mask_bS.dtype)
         self.length_b, self.holes_b = self.length_b + taken_b - columns, self.holes_b + most - taken_b
         for layer in self.cache.layers:
-            assert isinstance(layer, GrowingLayer)
             layer.crop(most - columns)
 
     def close_up(self) -> None:
