@@ -14,7 +14,7 @@ import pytest
 
 from tests.architecture.source import Source, package_sources, parse
 
-MOST_LINES = {"core": 35_950, "plugins": 16_425, "kit": 11_740}  # of code, by ring
+MOST_LINES = {"core": 36_037, "plugins": 16_425, "kit": 11_758}  # of code, by ring
 MOST_SMALL_FILES = {
     "core": 36,
     "plugins": 38,
