@@ -219,7 +219,7 @@ def _check_role(role: RoleConfig, facts: Facts) -> Iterator[str]:
         lambda: tensor_plan.check_experts(
             model, hf_config, role.fsdp.expert_parallel_size, role.expert_key, trained=role.optim is not None
         ),
-        lambda: stages.check_stages(model, hf_config, role.fsdp, role.pipe_key, trained=role.optim is not None),
+        lambda: stages.check_stages(hf_config, role.fsdp, role.pipe_key),
     )
     if role.name == REWARD:
         if facts.config.reward_model.worker_class is not None:

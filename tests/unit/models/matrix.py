@@ -30,7 +30,7 @@ SPREAD: dict[str, Callable[[ModelConfig, object], None]] = {
     "context": lambda model, config: loading.check_context(model, config, 2, "context_parallel_size"),  # type: ignore[arg-type]
     "tensor": lambda model, config: tensor_plan.check_model(model, config, 2),  # type: ignore[arg-type]
     "experts": lambda model, config: tensor_plan.check_experts(model, config, 2, trained=True),  # type: ignore[arg-type]
-    "pipeline": lambda model, config: stages.check_stages(model, config, _STAGES, "", trained=True),  # type: ignore[arg-type]
+    "pipeline": lambda _, config: stages.check_stages(config, _STAGES, ""),  # type: ignore[arg-type]
 }
 _REASONS = {
     r"carry state from token to token": "its layers carry state from token to token, and need whole sequences",
