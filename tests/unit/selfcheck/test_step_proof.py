@@ -465,7 +465,6 @@ def test_no_false_alarm_of_a_family(model: str, tmp_path: Path, name: str, lora_
     folder, tokenizer = zoo.folder(tmp_path, name), load_tokenizer(model)
     tokenizer.save_pretrained(folder)
     own = [f"actor_rollout_ref.model.path={folder}", f"actor_rollout_ref.model.lora_rank={lora_rank}"]
-    own.append(f"actor_rollout_ref.model.use_remove_padding={FAMILIES[name].packed}")
     findings, notes = prove_step(compose([*COMMON, "algorithm.adv_estimator=rloo", *own]), ranks=1)
     assert all(each.passed for each in findings) and len(findings) > 20, table(findings)
     assert any("experts and routers" in each for each in notes) == (lora_rank > 0 and name not in ("qwen3_5",))

@@ -23,7 +23,7 @@ from verl_like.config.rollout import reads_text
 from verl_like.models.loading import as_sent
 from verl_like.models.lora import adapters_apart, is_adapter
 from verl_like.models.routes import continued, route_type
-from verl_like.plugins.vllm import compat, lora, reader, routes, versions, vision
+from verl_like.plugins.vllm import compat, lora, models, reader, routes, versions, vision
 from verl_like.remote_storage import local_folder
 from verl_like.rollout.base import SLEEPERS, EngineSpec, SteppedRolloutEngine
 from verl_like.rollout.held_weights import Layout, checksums, held_by, sketches
@@ -61,9 +61,13 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
         self._sleep_mode = rollout.free_cache_engine and process.device.type == "cuda"  # vLLM on CPU has none
         sizes = (self.dtype, self.max_model_len, seed)
         kwargs = engine_arguments(rollout, model, *sizes, sleep_mode=self._sleep_mode, tokenizer=spec.tokenizer)
+        if fields := models.missing_fields(spec.hf_config):
+            kwargs["hf_overrides"] = fields | kwargs.get("hf_overrides", {})
         if self._vision is not None:
             kwargs |= vision.engine_options(rollout.limit_images)
             vision.prepare()
+        for architecture in spec.hf_config.architectures or ():
+            vision.let_text_in(architecture)
         if process.device.type == "cpu" and self.dtype != torch.bfloat16 and hasattr(spec.hf_config, "kv_lora_rank"):
             kwargs.setdefault("attention_backend", "CPU_MLA")  # a CPU with AMX would get the kernels of bfloat16
         if options["routes"] and process.device.type == "cuda":
