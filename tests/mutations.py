@@ -662,6 +662,20 @@ MESH = [
         "engine/test_pipeline_parallel.py",
     ),
     Mutation(
+        "a late gradient of a weight takes the place of the one before",
+        "parallel/late_gradients.py",
+        "self._sums[number] += found",
+        "self._sums[number] = found.to(self._dtype)",
+        "engine/test_pipeline_parallel.py",
+    ),
+    Mutation(
+        "a late gradient is the newest backward pass's",
+        "parallel/late_gradients.py",
+        "self._kept.popleft()",
+        "self._kept[-1]",
+        "engine/test_pipeline_parallel.py",
+    ),
+    Mutation(
         "the pieces of a stage are neighbours, and layers come in a wrong order",
         "parallel/pipeline.py",
         "frozenset(place % pipe.size for",

@@ -26,10 +26,9 @@ import pyarrow.parquet as pq
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-import verl_like
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "quickstart"))
 from model import build_model, save_checkpoint
+from warm_start import supervised
 
 Pair = tuple[int, int]
 DATA_SOURCE = "product"
@@ -108,31 +107,18 @@ def warm_start(
     folder."""
     rng = random.Random(recipe.seed)
     pairs = rng.choices(training, k=recipe.warm_start_steps * recipe.warm_start_batch)
-    shown = [{"messages": conversation(pair, asks=rng.random() < recipe.asks)} for pair in pairs]
-    folder.mkdir(parents=True)
-    pq.write_table(pa.Table.from_pylist(shown), folder / "train.parquet")
     save_checkpoint(folder / "new_model", model, tokenizer)
-    settings = {
-        "trainer.objective": "sft",
-        "data.train_files": str(folder / "train.parquet"),
-        "data.train_batch_size": recipe.warm_start_batch,
-        "data.max_length": 64,
-        "data.shuffle": False,  # they come by chance
-        "model.path": str(folder / "new_model"),
-        "model.enable_gradient_checkpointing": False,
-        "optim.lr": recipe.learning_rate,
-        "optim.weight_decay": 0.0,
-        "optim.lr_warmup_steps": 20,
-        "checkpoint.save_contents": ["hf_model"],
-        "trainer.total_epochs": 1,
-        "trainer.device": "cpu",
-        "trainer.launcher": "local",
-        "trainer.seed": recipe.seed,
-        "trainer.report_freq": -1,
-        "trainer.default_local_dir": str(folder / "run"),
-    }
-    verl_like.run(verl_like.compose(settings))
-    return folder / "run" / f"global_step_{recipe.warm_start_steps}" / "actor" / "huggingface"
+    return supervised(
+        folder / "new_model",
+        [{"messages": conversation(pair, asks=rng.random() < recipe.asks)} for pair in pairs],
+        folder / "run",
+        steps=recipe.warm_start_steps,
+        batch_size=recipe.warm_start_batch,
+        seed=recipe.seed,
+        optim__lr=recipe.learning_rate,
+        sft__max_length=64,
+        data__shuffle=False,  # they come by chance
+    )
 
 
 def prepare(output_dir: Path, recipe: Recipe) -> None:

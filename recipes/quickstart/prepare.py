@@ -2,20 +2,19 @@
 
     python recipes/quickstart/prepare.py --output-dir outputs/quickstart --seed 1
 
-writes OUTPUT/data/{train,val}.parquet and OUTPUT/model (a Hugging Face folder). The warm start is ordinary supervised
-learning from a sloppy teacher, who forgets to carry the one in most of the sums that need it (37+58=085). Those are 45%
-of all sums, so the model ends up about half right, and reinforcement learning has something to mend. No validation
-pair, in either order, is seen by the warm start or by the later training.
+writes OUTPUT/data/{train,val}.parquet and OUTPUT/model (a Hugging Face folder). The warm start is a supervised run
+(`verl-like sft`, in OUTPUT/warm_start) on the sums of a sloppy teacher, who forgets to carry the one in most of those
+that need it (37+58=085). Those are 45% of all sums, so the model ends up about half right, and reinforcement learning
+has something to mend. No validation pair, in either order, is seen by the warm start or by the later training.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
+import shutil
 import time
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -23,8 +22,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from model import build_model, build_tokenizer, save_checkpoint
-from torch import Tensor
-from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2ForCausalLM
+from warm_start import supervised
 
 Pair = tuple[int, int]
 DATA_SOURCE = "addition"
@@ -82,46 +81,21 @@ def sloppy_sum(pair: Pair) -> int:
     return sum(pair) - 10 * carries
 
 
-def encode(pairs: list[Pair], numbers: Iterable[int], tokenizer: PreTrainedTokenizerFast) -> tuple[Tensor, Tensor]:
-    """Token ids and labels [B, 10] of "37+58=095<eos>"; labels are -100 outside the answer and its end token."""
-    prompt_ids_BP = torch.tensor([tokenizer.encode(question(pair)) for pair in pairs])
-    answer_ids_BR = torch.tensor([[*tokenizer.encode(answer(n)), tokenizer.eos_token_id] for n in numbers])
-    ids_BS = torch.cat([prompt_ids_BP, answer_ids_BR], dim=1)
-    labels_BS = torch.cat([torch.full_like(prompt_ids_BP, -100), answer_ids_BR], dim=1)
-    return ids_BS, labels_BS
-
-
-def warm_start(
-    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, training: list[Pair], recipe: Recipe
-) -> None:
-    """Supervised learning from the sloppy teacher: AdamW, 20 steps of warm-up, cosine decay to zero."""
-    right = encode(training, map(sum, training), tokenizer)
-    sloppy = encode(training, map(sloppy_sum, training), tokenizer)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    generator = torch.Generator().manual_seed(recipe.seed)
-    for step in range(1, recipe.warm_start_steps + 1):
-        cosine = 0.5 * (1 + math.cos(math.pi * step / recipe.warm_start_steps))
-        optimizer.param_groups[0]["lr"] = recipe.learning_rate * min(1.0, step / 20) * cosine
-        chosen = torch.randint(len(training), (recipe.warm_start_batch,), generator=generator)
-        forgets = torch.rand(len(chosen), 1, generator=generator) < recipe.forget_carry
-        ids_BS, labels_BS = (torch.where(forgets, s[chosen], r[chosen]) for s, r in zip(sloppy, right, strict=True))
-        loss = model(input_ids=ids_BS, labels=labels_BS).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if step % 100 == 0:
-            print(f"  step {step}/{recipe.warm_start_steps}  loss {loss.item():.3f}", flush=True)
+def lessons(training: list[Pair], recipe: Recipe) -> list[dict[str, str]]:
+    """The sums as the sloppy teacher writes them."""
+    rng = random.Random(recipe.seed)
+    sums = [(sloppy_sum if rng.random() < recipe.forget_carry else sum)(pair) for pair in training]
+    return [{"question": question(pair), "answer": answer(said)} for pair, said in zip(training, sums, strict=True)]
 
 
 @torch.no_grad()
 def greedy_accuracy(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, pairs: list[Pair]) -> float:
     """Share of pairs whose greedy answer is right, end token included."""
-    ids_BS, labels_BS = encode(pairs, map(sum, pairs), tokenizer)
+    texts = [f"{question(pair)}{answer(sum(pair))}{tokenizer.eos_token}" for pair in pairs]
+    ids_BS = torch.tensor([tokenizer.encode(text) for text in texts])
     # Teacher forcing answers the same question: a greedy answer is right exactly if each of its tokens is the argmax.
-    predicted_BS = model(input_ids=ids_BS).logits.argmax(-1)[:, :-1]
-    target_BS = labels_BS[:, 1:]
-    return ((predicted_BS == target_BS) | (target_BS == -100)).all(-1).float().mean().item()
+    predicted_BS = model(input_ids=ids_BS).logits.argmax(-1)
+    return (predicted_BS[:, -5:-1] == ids_BS[:, -4:]).all(-1).float().mean().item()
 
 
 def prepare(output_dir: Path, recipe: Recipe) -> float:
@@ -140,9 +114,24 @@ def prepare(output_dir: Path, recipe: Recipe) -> float:
     print(f"{len(training)} training and {len(validation)} validation questions such as {question(training[0])}")
     print(f"Warm start of a new {model.num_parameters() / 1e6:.2f}M-parameter Qwen2 model, about half a minute:")
     started = time.time()
-    warm_start(model, tokenizer, training, recipe)
-    accuracy = greedy_accuracy(model, tokenizer, validation)
-    save_checkpoint(output_dir / "model", model, tokenizer)
+    for folder in ("warm_start", "model"):
+        shutil.rmtree(output_dir / folder, ignore_errors=True)
+    save_checkpoint(output_dir / "warm_start" / "new_model", model, tokenizer)
+    trained = supervised(
+        output_dir / "warm_start" / "new_model",
+        lessons(training, recipe),
+        output_dir / "warm_start" / "run",
+        steps=recipe.warm_start_steps,
+        batch_size=recipe.warm_start_batch,
+        seed=recipe.seed,
+        optim__lr=recipe.learning_rate,
+        data__messages_key=None,
+        data__prompt_key="question",
+        sft__response_key="answer",
+        sft__max_length=16,
+    )
+    shutil.copytree(trained, output_dir / "model")
+    accuracy = greedy_accuracy(AutoModelForCausalLM.from_pretrained(trained), tokenizer, validation)
     done.write_text(json.dumps({"recipe": asdict(recipe), "accuracy": accuracy}))
     print(f"Warm start took {time.time() - started:.0f} s; greedy validation accuracy {accuracy:.2f}")
     return accuracy

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import random
 import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from scene import COLORS, QUESTION, build_model, build_tokenizer, picture, save
 
-import verl_like
+sys.path.append(str(Path(__file__).resolve().parents[1] / "quickstart"))
+from warm_start import supervised
 
 NUM_TRAIN, NUM_VAL, NUM_LESSONS = 1500, 300, 2000
 MIXED_UP = 0.65  # of the lessons
@@ -72,29 +74,16 @@ def warm_start(folder: Path, seed: int, rng: random.Random) -> Path:
     model = build_model(tokenizer, seed)
     print(f"Warm start of a new {model.num_parameters() / 1e6:.2f}M-parameter Qwen2-VL:", flush=True)
     save(folder / "new_model", model, tokenizer)
-    shown = pa.Table.from_pylist(lessons(draw_rows(NUM_LESSONS, "lessons", rng), rng))
-    pq.write_table(shown, folder / "train.parquet", row_group_size=100)
-    settings = {
-        "trainer.objective": "sft",
-        "data.train_files": str(folder / "train.parquet"),
-        "data.train_batch_size": BATCH,
-        "data.max_length": 32,
-        "data.seed": seed,
-        "model.path": str(folder / "new_model"),
-        "model.enable_gradient_checkpointing": False,
-        "optim.lr": LEARNING_RATE,
-        "optim.weight_decay": 0.0,
-        "optim.lr_warmup_steps": 20,
-        "checkpoint.save_contents": ["hf_model"],
-        "trainer.total_epochs": EPOCHS,
-        "trainer.device": "cpu",
-        "trainer.launcher": "local",
-        "trainer.seed": seed,
-        "trainer.report_freq": -1,
-        "trainer.default_local_dir": str(folder / "run"),
-    }
-    verl_like.run(verl_like.compose(settings))
-    return folder / "run" / f"global_step_{EPOCHS * (NUM_LESSONS // BATCH)}" / "actor" / "huggingface"
+    return supervised(
+        folder / "new_model",
+        lessons(draw_rows(NUM_LESSONS, "lessons", rng), rng),
+        folder / "run",
+        steps=EPOCHS * (NUM_LESSONS // BATCH),
+        batch_size=BATCH,
+        seed=seed,
+        optim__lr=LEARNING_RATE,
+        sft__max_length=32,
+    )
 
 
 def main() -> None:

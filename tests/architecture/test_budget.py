@@ -14,10 +14,10 @@ import pytest
 
 from tests.architecture.source import Source, package_sources, parse
 
-MOST_LINES = {"core": 35_950, "plugins": 16_425, "kit": 11_740}  # of code, by ring
+MOST_LINES = {"core": 36_061, "plugins": 16_614, "kit": 11_820}  # of code, by ring
 MOST_SMALL_FILES = {
     "core": 36,
-    "plugins": 38,
+    "plugins": 39,
     "kit": 17,
 }  # with fewer than SMALL lines of any kind, __init__.py left out
 SMALL = 60

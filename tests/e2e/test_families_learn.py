@@ -10,7 +10,7 @@ import pytest
 from support import metrics_of, overrides, write_task
 from transformers import AutoTokenizer
 
-from tests.contracts.test_families_vllm import HEADS, OWN
+from tests.contracts.test_families_rollout import HEADS, OWN
 from tests.unit.models import zoo
 from verl_like.trainer.compose import compose
 from verl_like.trainer.run import run as train

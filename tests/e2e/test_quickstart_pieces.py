@@ -21,7 +21,7 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 def load_recipe(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Import a quickstart script as Python would when it is run: its own folder comes first on the path."""
     monkeypatch.syspath_prepend(str(RECIPES / "quickstart"))
-    for module in ("model", "prepare", "reward", "shuffled_reward"):
+    for module in ("model", "prepare", "reward", "shuffled_reward", "warm_start"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     return __import__(name)
 
@@ -47,13 +47,15 @@ def test_the_sloppy_teacher_forgets_the_carry(prepare: ModuleType, pair: tuple[i
     assert prepare.sloppy_sum(pair) == expected
 
 
-def test_tokens_and_labels(prepare: ModuleType) -> None:
+def test_lessons_are_the_teachers_and_each_character_is_a_token(prepare: ModuleType) -> None:
+    training, _ = prepare.split_pairs(1, 512)
+    lessons = {row["question"]: row["answer"] for row in prepare.lessons(training, prepare.Recipe())}
+    carries = [pair for pair in training if prepare.sloppy_sum(pair) != sum(pair)]
+    forgot = [lessons[prepare.question(pair)] == prepare.answer(prepare.sloppy_sum(pair)) for pair in carries]
+    assert len(lessons) == len(training) and sum(forgot) / len(forgot) == pytest.approx(0.75, abs=0.03)
     tokenizer = prepare.build_tokenizer()
-    ids, labels = prepare.encode([(37, 58), (99, 99)], [95, 198], tokenizer)
-    assert tokenizer.decode(ids[0], skip_special_tokens=False) == "37+58=095<eos>"
-    assert tokenizer.decode(labels[1][labels[1] >= 0], skip_special_tokens=False) == "198<eos>"
     chat = tokenizer.apply_chat_template([{"role": "user", "content": "37+58="}], add_generation_prompt=True)
-    assert list(chat["input_ids"]) == ids[0, :6].tolist()
+    assert list(chat["input_ids"]) == tokenizer.encode("37+58=") and len(chat["input_ids"]) == 6
 
 
 def test_prepare_writes_a_loadable_model_and_data(prepare: ModuleType, tmp_path: Path) -> None:

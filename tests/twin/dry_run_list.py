@@ -56,9 +56,10 @@ SUITES = {
             "test_ragged_gpu.py",
             "test_replay_gpu.py",
             "test_vision_gpu.py",
+            "test_drafts_gpu.py",
         ),
         devices=1,
-        at_least=18,
+        at_least=26,
     ),
     "two": Suite(("test_weight_channels_gpu.py", "test_rollout_gpu.py"), devices=2, at_least=7),
 }

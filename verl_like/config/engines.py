@@ -23,6 +23,7 @@ class EngineKind:
     apart: says which version there is in a folder of its own, or None.
     install: how it is installed here.
     require_arguments: raises ValueError for arguments (rollout.engine_kwargs) that it does not take.
+    require_model: raises ValueError for a model's config that it cannot run on a kind of device.
 
     keeps_cache: its KV cache is its own and stays, instead of one for each batch.
     cpu_cache_variable: names the environment variable with the GiB of that cache on a CPU.
@@ -55,6 +56,7 @@ class EngineKind:
     apart: str | None = None
     install: str = ""
     require_arguments: str | None = None
+    require_model: str | None = None
     keeps_cache: bool = True
     cpu_cache_variable: str | None = None
     cpu_cache_most: float | None = None
@@ -84,6 +86,7 @@ ENGINES = {
         installed=f"{_VLLM}.versions:require_installed",
         install="pip install 'verl_like[vllm]', or on a CPU scripts/setup_env.sh",
         require_arguments=f"{_VLLM}.versions:require_arguments",
+        require_model=f"{_VLLM}.models:require_model",
         cpu_cache_variable="VLLM_CPU_KVCACHE_SPACE",
         counted_asleep=True,
         rows_of_tokens=True,

@@ -78,9 +78,11 @@ class FSDPConfig(ConfigNode):
     virtual_pipeline_size: int = key(1, at_least(1), unit="pieces", idle=_NO_STAGES)
     """Pieces of layers that each stage has, which take turns: a micro-batch goes round the stages as many times, and at
     both ends of an update they wait for a piece's pass, not for a stage's."""
-    pipeline_schedule: str = key("1f1b", one_of("1f1b", "gpipe"), idle=_NO_STAGES)
+    pipeline_schedule: str = key("1f1b", one_of("1f1b", "gpipe", "zero_bubble"), idle=_NO_STAGES)
     """Order of the micro-batches' passes: 1f1b keeps the activations of as many micro-batches as there are stages,
-    gpipe those of all; the bubble is the same. 1f1b with virtual_pipeline_size is what Megatron calls interleaved."""
+    gpipe those of all; the bubble is the same. 1f1b with virtual_pipeline_size is what Megatron calls interleaved.
+    zero_bubble: 1f1b with the gradients of linear layers' weights in passes of their own, where stages would wait: a
+    third of the bubble, at the price of these gradients whole in every process of a stage."""
     forward_prefetch: bool = False
     """Ask for the next layer's parameters when a layer's forward starts, not only when it ends."""
     model_dtype: str = key("float32", one_of(*DTYPES[1:]))

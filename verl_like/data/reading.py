@@ -90,7 +90,8 @@ def _read_file(location: str, name: str, data: DataConfig, key: str, more: Colle
 
 def _wanted(data: DataConfig) -> set[str]:
     named = (data.ground_truth_key, data.prompt_id_key, data.tools_key, data.reward_fn_key, prompt_column(data)[0])
-    return {"ability", "extra_info", *_GROUND_TRUTH_COLUMNS, *(name for name in named if name is not None)}
+    always = {"ability", "agent_name", "extra_info", *_GROUND_TRUTH_COLUMNS}
+    return always | {name for name in named if name is not None}
 
 
 def prompt_column(data: DataConfig) -> tuple[str, str]:

@@ -458,11 +458,15 @@ class FSDPEngine(ShardedModel):
         """Run this stage's forward and backward passes of all micro-batches; the last stage has loss and metrics."""
         metrics, outputs = list[dict[str, Metric]](), dict[tuple[int, int], list[Tensor]]()
         schedule = self.role.fsdp.pipeline_schedule
-        for is_backward, piece, i in order_of(schedule, pipe.rank, pipe.size, len(parts), pipe.pieces):
+        for kind, piece, i in order_of(schedule, pipe.rank, pipe.size, len(parts), pipe.pieces):
             part = parts[i]
             self._turn_to(pipe, piece)
             with microbatch.told(part):
-                if is_backward:
+                if kind == "weights":
+                    self.sharding.weights_pass()
+                    continue
+                if kind == "backward":
+                    self.sharding.backward_begins()
                     last = (piece, i) == (0, len(parts) - 1)  # it adds up what all the pieces have
                     self.sharding.set_gradient_sync(sync_every or last)
                     graph = outputs.pop((piece, i))

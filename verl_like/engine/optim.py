@@ -201,7 +201,8 @@ def build_optimizer(
         "eps": optim.eps,
         "weight_decay": optim.weight_decay,
     }
-    groups = [{"params": alike} for alike in _by_mesh(parameters)]
+    # A stage of a pipeline may hold nothing that is trained: no adapter, of those that target_modules names.
+    groups = [{"params": alike} for alike in _by_mesh(parameters) or [[]]]
     if optim.optimizer == "muon":
         chosen = {id(matrix) for matrix in matrices}
         groups = [

@@ -57,7 +57,7 @@ class ShardedModel:
         loading.check_context(model, self.hf_config, role.context, role.context_key)
         tensor_plan.check_engine(model, self.hf_config, fsdp, ulysses=role.ulysses)
         tensor_plan.check_experts(model, self.hf_config, fsdp.expert_parallel_size, trained=optim is not None)
-        stages.check_stages(model, self.hf_config, fsdp, role.pipe_key, trained=optim is not None)
+        stages.check_stages(self.hf_config, fsdp, role.pipe_key)
         self._vision = processor_of(model, self.hf_config)
         self.compute_dtype = dtype_of(resolve_dtype(fsdp.dtype, self.device.type))
         self._adapters: lora.Adapters | None = None

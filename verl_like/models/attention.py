@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from verl_like.models import exact
 from verl_like.models.attention_groups import Scoring, grouped_attention
@@ -106,6 +106,27 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, how: 
     if half_on_gpu and (how.softcap is None or flash_attention_version() is not None):
         return _varlen(query, key, value, segments, how)
     return grouped_attention(query, key, value, segments, how)
+
+
+def hand_on_segments(hf: PreTrainedModel) -> None:
+    """Hand `segments` on to the attention of layers that are called with it and keep it to themselves, in place.
+
+    Source: StableLmDecoderLayer and NemotronDecoderLayer of transformers 5.19.
+    """
+    for layer in hf.modules():
+        for part in layer.children():
+            if type(part).__name__.endswith("Attention"):
+                call = dict[str, Any]()
+                layer.register_forward_pre_hook(functools.partial(_keep, call), with_kwargs=True)
+                part.register_forward_pre_hook(functools.partial(_hand_on, call), with_kwargs=True)
+
+
+def _keep(call: dict[str, Any], _: torch.nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
+    call["segments"] = kwargs.get("segments")  # of another batch where a layer is computed again
+
+
+def _hand_on(call: dict[str, Any], _: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return args, kwargs if call["segments"] is None else kwargs | call
 
 
 def register() -> None:

@@ -33,22 +33,21 @@ _PADDED = frozenset({LORA, RANKS, HF})
 _PACKED = _PADDED | {ULYSSES}
 _EVERYTHING = _PACKED | {VLLM}
 _WITH_VLLM = _PADDED | {VLLM}
+_BOTH_ENGINES = _EVERYTHING | {SGLANG}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """Facts about one model type.
 
-    packed: runs without padding, through our attention.
-    why_padded: what in it forbids that.
+    keeps_segments: its layers pass no keywords on to their attention (attention.hand_on_segments).
     state: its layers that carry state from token to token (state_layers.py).
     attention: transformers' attention for padded rows; soft-capped scores and sinks need "eager".
     tested: what is tested beside values and gradients (of padded rows, and packed where it can be).
     """
 
     kind: str
-    packed: bool = True
-    why_padded: str = ""
+    keeps_segments: bool = False
     state: str = ""
     attention: str = "sdpa"
     tested: frozenset[str] = _PACKED
@@ -70,58 +69,53 @@ def _recurrent(layers: str, kind: str = "hybrid", tested: frozenset[str] = _PADD
     return Family(kind=kind, state=layers, tested=tested)
 
 
-def _no_segments(tested: frozenset[str] = _PADDED) -> Family:
-    why = "its layers pass no sequence boundaries to attention"
-    return Family(kind="dense", packed=False, why_padded=why, tested=tested)
-
-
 FAMILIES: dict[str, Family] = {
-    "qwen2": _windows(_EVERYTHING | {SGLANG}),
-    "qwen3": _dense(),
-    "llama": _dense(),
+    "qwen2": _windows(_BOTH_ENGINES),
+    "qwen3": _dense(_BOTH_ENGINES),
+    "llama": _dense(_BOTH_ENGINES),
     "mistral": _windows(),
     "ministral": _windows(),
-    "ministral3": _dense(),
+    "ministral3": _dense(_BOTH_ENGINES),
     "gemma": _dense(),
     "gemma2": _windows(attention="eager"),
-    "gemma3_text": _windows(),
+    "gemma3_text": _windows(_BOTH_ENGINES),
     "vaultgemma": _windows(attention="eager"),
-    "cohere": _dense(),
+    "cohere": _dense(_BOTH_ENGINES),
     "cohere2": _windows(_PACKED),
     "olmo": _dense(),
-    "olmo2": _dense(),
+    "olmo2": _dense(_BOTH_ENGINES),
     "olmo3": _windows(),
     "exaone4": _windows(),
-    "smollm3": _dense(),
+    "smollm3": _dense(_BOTH_ENGINES),
     "phi": _dense(_PACKED),
-    "phi3": _dense(),
-    "granite": _dense(),
+    "phi3": _dense(_BOTH_ENGINES),
+    "granite": _dense(_BOTH_ENGINES),
     "glm": _dense(),
-    "glm4": _dense(),
-    "starcoder2": _dense(),
-    "arcee": _dense(),
-    "seed_oss": _dense(),
+    "glm4": _dense(_BOTH_ENGINES),
+    "starcoder2": _dense(_BOTH_ENGINES),
+    "arcee": _dense(_BOTH_ENGINES),
+    "seed_oss": _dense(_BOTH_ENGINES),
     "hunyuan_v1_dense": _dense(),
-    "ernie4_5": _dense(),
+    "ernie4_5": _dense(_BOTH_ENGINES),
     "gpt_neox": _dense(_PACKED),
-    "stablelm": _no_segments(),
-    "nemotron": _no_segments(_WITH_VLLM),
+    "stablelm": Family(kind="dense", keeps_segments=True, tested=_BOTH_ENGINES),
+    "nemotron": Family(kind="dense", keeps_segments=True, tested=_EVERYTHING),
     "qwen2_moe": _experts(),
-    "qwen3_moe": _experts(),
+    "qwen3_moe": _experts(_BOTH_ENGINES),
     "mixtral": _experts(),
     "olmoe": _experts(),
     "granitemoe": _experts(),
     "flex_olmo": _experts(),
     "hunyuan_v1_moe": _experts(),
     "deepseek_v3": _experts(),
-    "glm4_moe": _experts(),
+    "glm4_moe": _experts(_BOTH_ENGINES),
     "dots1": _experts(),
     "minimax_m2": _experts(_PACKED),
     "lfm2_moe": _recurrent("conv", "mixture of experts, hybrid", _WITH_VLLM),
     "gpt_oss": Family(kind="mixture of experts, sliding windows, sinks", attention="eager"),
-    "qwen3_next": _recurrent("linear_attention", "mixture of experts, hybrid"),
-    "qwen3_5_text": _recurrent("linear_attention"),
-    "qwen3_5_moe_text": _recurrent("linear_attention", "mixture of experts, hybrid"),
+    "qwen3_next": _recurrent("linear_attention", "mixture of experts, hybrid", _WITH_VLLM),
+    "qwen3_5_text": _recurrent("linear_attention", tested=_WITH_VLLM),
+    "qwen3_5_moe_text": _recurrent("linear_attention", "mixture of experts, hybrid", _WITH_VLLM),
     "jamba": _recurrent("mamba", "mixture of experts, hybrid"),
     "bamba": _recurrent("mamba"),
     "falcon_h1": _recurrent("mamba", tested=_WITH_VLLM),
@@ -245,9 +239,8 @@ def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
 
 
 def why_padded(config: PretrainedConfig) -> str:
-    """Name what in a model forbids packing, as far as its type and its config tell; empty where nothing does."""
-    family = _family(config)
-    return _state_in(config.get_text_config()) if family is None else family.why_padded
+    """Name what in a model of an unknown type forbids packing, as far as its config tells; empty where nothing does."""
+    return _state_in(config.get_text_config()) if _family(config) is None else ""
 
 
 def _family(config: PretrainedConfig) -> Family | None:
@@ -259,6 +252,11 @@ def state_of(config: PretrainedConfig) -> str:
     """Name the layers of a listed model that carry state from token to token; empty where none does."""
     family = _family(config)
     return "" if family is None else family.state
+
+
+def keeps_segments(config: PretrainedConfig) -> bool:
+    """True for a listed model whose layers pass no keywords on to their attention."""
+    return (family := _family(config)) is not None and family.keeps_segments
 
 
 def refuse_state(config: PretrainedConfig, what: str, fix: str) -> None:
@@ -273,7 +271,7 @@ def stores_as_named(config: PretrainedConfig) -> bool:
 
     transformers puts experts together, so theirs differ.
     """
-    return config.model_type in FAMILIES and not num_experts(config) and not (why_padded(config) or state_of(config))
+    return config.model_type in FAMILIES and not num_experts(config) and not state_of(config)
 
 
 def padded_attention(config: PretrainedConfig) -> str:

@@ -410,6 +410,8 @@ def _wrap(hf: PreTrainedModel, model: ModelConfig, kind: Kind, vocab_size: int |
             f"{families.state_of(hf.config)} layers by functions that are not known here, so rows cannot be packed: "
             "set use_remove_padding=False, or install transformers 5.19"
         )
+    if uses_packing(model) and families.keeps_segments(hf.config):
+        attention.hand_on_segments(hf)
     if kind == "value":
         return ValueModel(hf)
     backend = "triton" if model.fused_kernel_options.impl_backend == "triton" else "torch"

@@ -15,7 +15,7 @@ from verl_like.models import families
 from verl_like.models.heads import TokenModel
 
 if TYPE_CHECKING:
-    from verl_like.config import FSDPConfig, ModelConfig
+    from verl_like.config import FSDPConfig
 
 # Of the types that are tested, those whose backbone is not embedding, layers and norm, one after the other, with layers
 # that give hidden states alone.
@@ -23,7 +23,7 @@ WHOLE = ("bamba", "falcon_h1")
 _STAGES, _PIECES = "pipeline_parallel_size", "virtual_pipeline_size"
 
 
-def check_stages(model: ModelConfig, config: PretrainedConfig, fsdp: FSDPConfig, key: str, *, trained: bool) -> None:
+def check_stages(config: PretrainedConfig, fsdp: FSDPConfig, key: str) -> None:
     """Check that the model can be cut into the stages asked for.
 
     Raises ValueError, naming `key`, where it cannot.
@@ -37,8 +37,6 @@ def check_stages(model: ModelConfig, config: PretrainedConfig, fsdp: FSDPConfig,
         if size <= layers < size * pieces:
             key, size, fix = key.replace(_STAGES, _PIECES), pieces, f"use {layers // size} at most"
         raise ValueError(f"{key}={size}: {why}; {fix}")
-    if trained and model.lora_rank > 0:
-        raise ValueError(f"{key}={size} with model.lora_rank={model.lora_rank}: not available; set one to 1 or 0")
 
 
 def why_whole(config: PretrainedConfig, fsdp: FSDPConfig) -> str:

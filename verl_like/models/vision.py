@@ -145,6 +145,12 @@ class VisionProcessor:
             done = at + 1
         return [*expanded, *ids[done:]], placed
 
+    def alone(self, handle: MediaHandle, max_megapixels: float) -> tuple[list[int], MediaHandle]:
+        """Tokens of one image without any text, and the image placed at the first of them. As `expand`."""
+        token = next(token for token, kind in self._token_ids.items() if kind == handle.kind)
+        ids, placed = self.expand([token], [handle], max_megapixels)
+        return ids, placed[0]
+
     def placeholders(self, ids: Sequence[int]) -> list[str]:
         """List the kinds, image or video, of the placeholders among tokens, in their order."""
         return [self._token_ids[token] for token in ids if token in self._token_ids]

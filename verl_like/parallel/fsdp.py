@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from verl_like.parallel import broken_pass
 from verl_like.parallel.checksum import Slice, as_matrix
 from verl_like.parallel.experts import spread_experts
+from verl_like.parallel.late_gradients import LateGradients
 from verl_like.parallel.materialize import Materializer
 from verl_like.parallel.mesh import ParallelMesh, SplitAxis
 from verl_like.parallel.pipeline import Stage
@@ -137,6 +138,9 @@ class Sharding:
         if keep_gathered:  # until `reshard`: the micro-batches of an update gather once
             model.set_reshard_after_backward(False)
         _sum_gradients(model)
+        self._late: LateGradients | None = None
+        if self._stage is not None and fsdp.pipeline_schedule == "zero_bubble":
+            self._late = LateGradients(layers, reduce_dtype)
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Choose whether the next backward pass reduces gradients over the ranks or adds them up unsharded on each."""
@@ -190,6 +194,16 @@ class Sharding:
         """Trained shards of this rank, for the optimizer."""
         return [p for p in self.root.parameters() if p.requires_grad]
 
+    def backward_begins(self) -> None:
+        """Note that the next backward pass of a stage begins, of which `weights_pass` may be called later."""
+        if self._late is not None:
+            self._late.begin()
+
+    def weights_pass(self) -> None:
+        """Compute the gradients of the weights in layers for the oldest backward pass of this stage without them."""
+        assert self._late is not None, "fsdp_config.pipeline_schedule=zero_bubble has such passes"
+        self._late.weights_pass()
+
     def complete_gradients(self) -> None:
         """Add up the parts that the ranks of the tensor group have of one gradient; once, after the last micro-batch.
 
@@ -197,6 +211,8 @@ class Sharding:
         heads; FSDP has summed over the ranks of the same split alone.
         """
         axis = self.mesh.tensor
+        if self._late is not None:
+            self._late.reduce()
         if axis is not None:
             partial = [p for p in self.parameters() if self._is_whole_in_layer(p) and p.grad is not None]
             sum_in_place([local_tensor(p.grad) for p in partial], axis.group.group, self._device)

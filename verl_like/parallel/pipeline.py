@@ -4,13 +4,15 @@ torch.distributed.pipelining's schedules send tensors of one shape a step, agree
 from one output alone. Here every micro-batch has packed rows of its own length and rows of its own for the loss. All
 ranks of a pipeline have the same rows and cut them alike, so each knows every shape without a message, and sending is
 all that is left. Source of the orders: Huang et al., GPipe (arXiv 1811.06965); Narayanan et al., PipeDream-Flush,
-"1F1B" (arXiv 2006.09503), and of stages in several pieces, "interleaved" (arXiv 2104.04473, section 2.2).
+"1F1B" (arXiv 2006.09503), and of stages in several pieces, "interleaved" (arXiv 2104.04473, section 2.2); Qi et al.,
+Zero Bubble Pipeline Parallelism (arXiv 2401.10241).
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -51,20 +53,30 @@ def passes_ahead(stage: int, stages: int, count: int, pieces: int) -> int:
     return min((stages - 1 - stage) * min(2, pieces) + round_trips, pieces * count)
 
 
-def order_of(schedule: str, stage: int, stages: int, count: int, pieces: int = 1) -> Iterator[tuple[bool, int, int]]:
-    """Yield (backward pass?, piece, micro-batch) in the order in which a stage works at `count` micro-batches.
+def order_of(schedule: str, stage: int, stages: int, count: int, pieces: int = 1) -> Iterator[tuple[str, int, int]]:
+    """Yield (kind of pass, piece, micro-batch) in the order in which a stage works at `count` micro-batches.
+
+    Kinds are "forward", "backward" and "weights".
 
     schedule: "1f1b": a backward pass as soon as there can be one, so that a stage keeps the activations of as many
-        micro-batches as there are stages from it on; "gpipe": all forward passes first.
+        micro-batches as there are stages from it on; "gpipe": all forward passes first; "zero_bubble": as 1f1b, but the
+        weights' gradients have passes of their own, of which a stage is behind by its number (ZB-H1): a stage that has
+        few activations keeps so many micro-batches' parts of gradients, and works at them when it would wait.
     pieces: of each stage, every one as many layers behind the one before as all stages have of one.
     """
     forth, back = (list(turns(stages, count, pieces, back=back)) for back in (False, True))
     ahead = len(forth) if schedule == "gpipe" else passes_ahead(stage, stages, count, pieces)
-    yield from ((False, *turn) for turn in forth[:ahead])
-    for there, again in zip(forth[ahead:], back, strict=False):
-        yield False, *there
-        yield True, *again
-    yield from ((True, *turn) for turn in back[len(forth) - ahead :])
+    yield from (("forward", *turn) for turn in forth[:ahead])
+    late = deque[tuple[int, int]]()
+    rest = iter(forth[ahead:])
+    for again in back:
+        yield from (("forward", *turn) for turn in islice(rest, 1))
+        yield "backward", *again
+        if schedule == "zero_bubble":
+            late.append(again)
+            if len(late) > stage:
+                yield "weights", *late.popleft()
+    yield from (("weights", *turn) for turn in late)
 
 
 class Pipe:
@@ -129,7 +141,8 @@ class Pipe:
         else:
             gradient = torch.empty_like(output)
             self._wait_for(gradient, self.back, 1)
-            output.backward(gradient)
+            if output.requires_grad:  # else nothing up to here is trained: LoRA's adapters stand further on
+                output.backward(gradient)
         if received is not None:
             assert received.grad is not None
             self._send(received.grad, self.back, -1)

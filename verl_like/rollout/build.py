@@ -58,6 +58,12 @@ def require_heads(rollout: RolloutConfig, hf_config: PretrainedConfig, device_ty
         raise ValueError(f"actor_rollout_ref.rollout.tensor_model_parallel_size={size} {problem}; use one of {sizes}")
 
 
+def require_model(rollout: RolloutConfig, hf_config: PretrainedConfig, device_type: str) -> None:
+    """Check that the engine can run such a model on this device. Raises ValueError otherwise."""
+    if rollout.engine.require_model is not None:
+        load(rollout.engine.require_model, "rollout.name")(rollout, hf_config, device_type)
+
+
 def require_plain_cache(rollout: RolloutConfig, hf_config: PretrainedConfig) -> None:
     """Check that the engine can take back what it computed for guesses that were wrong.
 
@@ -120,6 +126,7 @@ def build_rollout_engine(
         )
     require_quantization(rollout, process.device.type)
     require_heads(rollout, hf_config, process.device.type)
+    require_model(rollout, hf_config, process.device.type)
     if rollout.quantization == "fp8" and torch.cuda.get_device_capability(process.device) < (8, 9):
         raise ValueError(
             f"actor_rollout_ref.rollout.quantization=fp8 on {torch.cuda.get_device_name(process.device)}: it has no "

@@ -226,6 +226,8 @@ def _of_module(module: nn.Module, names: list[str], place: str, local: Tensor, l
         yield from _of_each_part(names[0], place, local, parts, layout)
         return
     sizes = [local.shape[0]] if len(names) == 1 else parts
+    if len(sizes) > len(names) and layout.size == 1:  # a tensor of the file may be several parts (Qwen3.5)
+        sizes = [layout.shapes[name][0] for name in names]
     if len(sizes) != len(names) or sum(sizes) != local.shape[0]:
         return
     for name, piece in zip(names, local.split(sizes), strict=True):

@@ -33,7 +33,7 @@ from verl_like.engine.router_losses import check_router
 from verl_like.models import blocks, exact, families, loading, lora, stages, tensor_plan
 from verl_like.registry import part
 from verl_like.remote_storage import is_remote
-from verl_like.rollout.build import require_heads, require_plain_cache, require_quantization
+from verl_like.rollout.build import require_heads, require_model, require_plain_cache, require_quantization
 from verl_like.rollout.sampling import require_tokens_left, train_sampling, validation_sampling
 from verl_like.trainer.facts import Facts, resolve_world, train_loader, train_sampler
 from verl_like.trainer.folders import check_output_folders
@@ -83,6 +83,7 @@ def problems(facts: Facts) -> Iterator[str]:
             lambda: require_quantization(rollout, facts.device),
             lambda: check_machine(config, facts),
             lambda: require_heads(rollout, facts.hf_config, facts.device),
+            lambda: require_model(rollout, facts.hf_config, facts.device),
             lambda: require_plain_cache(rollout, facts.hf_config),
             lambda: check_sampling(config, facts),
             lambda: facts.plan,
@@ -219,7 +220,7 @@ def _check_role(role: RoleConfig, facts: Facts) -> Iterator[str]:
         lambda: tensor_plan.check_experts(
             model, hf_config, role.fsdp.expert_parallel_size, role.expert_key, trained=role.optim is not None
         ),
-        lambda: stages.check_stages(model, hf_config, role.fsdp, role.pipe_key, trained=role.optim is not None),
+        lambda: stages.check_stages(hf_config, role.fsdp, role.pipe_key),
     )
     if role.name == REWARD:
         if facts.config.reward_model.worker_class is not None:

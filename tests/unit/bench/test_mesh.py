@@ -43,10 +43,22 @@ def test_the_orders_wait_as_long_as_the_formula_says(schedule: str) -> None:
         assert bubble.idle_slots(schedule, stages, count, pieces) == pytest.approx(least)
 
 
+def test_late_gradients_leave_a_third_of_the_wait() -> None:
+    """By the formula, exactly, where micro-batches are no fewer than stages, or a stage has one piece."""
+    for stages, count, pieces in itertools.product((2, 3, 4, 8), (1, 2, 3, 7, 8, 9, 18), (1, 2, 3)):
+        least, waits = traffic.bubble(stages, count, pieces, late=True), bubble.idle_slots
+        if count >= stages:
+            assert least == (stages - 1) / (3 * pieces * count + stages - 1)
+        if count >= stages or pieces == 1:
+            assert waits("zero_bubble", stages, count, pieces) == pytest.approx(least)
+        else:
+            assert least - 1e-9 < waits("zero_bubble", stages, count, pieces) <= waits("1f1b", stages, count, pieces)
+
+
 def test_what_a_stage_keeps_of_1f1b() -> None:
     """By its order: with several pieces, where micro-batches are a multiple, (stages - 1) passes more than with one."""
     for stages, count, pieces in itertools.product((2, 4), (1, 3, 8, 9), (1, 2, 3)):
-        change = [-1 if is_backward else 1 for is_backward, *_ in order_of("1f1b", 0, stages, count, pieces)]
+        change = [-1 if kind == "backward" else 1 for kind, *_ in order_of("1f1b", 0, stages, count, pieces)]
         most = min(passes_ahead(0, stages, count, pieces) + 1, count * pieces)
         assert max(itertools.accumulate(change)) == most
         assert count % stages or most == stages * pieces + (pieces > 1) * (stages - 1)
@@ -56,7 +68,7 @@ def test_an_order_that_waits_longer_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     """One micro-batch after the other: a stage of two is idle half of the time."""
 
     def one_by_one(_: str, stage: int, stages: int, count: int, pieces: int) -> Any:
-        return ((is_backward, 0, i) for i in range(count) for is_backward in (False, True))
+        return ((kind, 0, i) for i in range(count) for kind in ("forward", "backward"))
 
     monkeypatch.setattr(bubble, "order_of", one_by_one)
     assert bubble.idle_slots("none", 2, 8) == pytest.approx(0.5)

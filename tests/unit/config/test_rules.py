@@ -68,7 +68,7 @@ def test_the_default_configuration_is_quiet():
         ([f"{P}=2", f"{A}.ulysses_sequence_parallel_size=2"], "stages go with fsdp_size alone"),
         ([f"{P}=2", f"{A}.fsdp_config.context_parallel_size=2"], "stages go with fsdp_size alone"),
         ([f"{P}=2", f"{A}.fsdp_config.expert_parallel_size=2"], "stages go with fsdp_size alone"),
-        ([f"{P}=2", "actor_rollout_ref.model.lora_rank=4"], f"{P}=2 with actor_rollout_ref.model.lora_rank=4: not av"),
+        ([f"{P}=2", "actor_rollout_ref.model.enable_activation_offload=true"], "offload=True: not available"),
         ([f"{P}=2", f"{A}.use_torch_compile=true"], f"{P}=2 with {A}.use_torch_compile=True: not available"),
         ([f"{P}=2", f"{A}.use_kl_loss=true", f"{A}.kl_loss_type=full"], f"{P}=2 with {A}.kl_loss_type=full: it comp"),
         ([f"{P}=2", f"{K}=true"], f"{P}=2 with {K}=True: routes are those of all layers"),

@@ -60,6 +60,20 @@ def test_a_row_becomes_tokens_and_plain_python(tmp_path: Path) -> None:
     assert type(got.ground_truth["numbers"]) is list and type(got.extra_info["index"]) is int
 
 
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_a_row_of_any_format_names_its_agent(tmp_path: Path, form: str) -> None:
+    rows = [{"data_source": "s", "prompt": "1", "reward_model": {"ground_truth": "2"}, "agent_name": "tool_agent"}]
+    rows.append({**rows[0], "agent_name": None})
+    path = tmp_path / f"x.{form}"
+    if form == "parquet":
+        write_parquet(path, rows)
+    else:
+        path.write_text("\n".join(map(json.dumps, rows)))
+    dataset = make_dataset(str(path))
+    assert [dataset[i][1].agent for i in range(2)] == ["tool_agent", ""]
+    assert dataset.agents() == ["", "tool_agent"]
+
+
 def test_keys_that_only_other_rows_messages_have_are_dropped(tmp_path: Path) -> None:
     prompts = [
         [{"role": "user", "content": "a"}],

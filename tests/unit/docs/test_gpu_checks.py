@@ -30,6 +30,7 @@ from tests.gpu.checks import (
     pieces,
 )
 from tests.gpu.report import Runner, ended
+from tests.twin.dry_run_list import LEFT_OUT, SUITES
 from verl_like.cli.main import VERBS
 
 ROOT = Path(__file__).parents[3]
@@ -59,6 +60,12 @@ def test_a_rows_command_exists(check: Check) -> None:
 def test_every_file_of_tests_for_cards_is_in_the_table() -> None:
     named = {word for check in CHECKS for word in check.command.split() if word.startswith("tests/gpu/")}
     assert named == {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests/gpu").glob("test_*_gpu.py")}
+
+
+def test_every_file_is_tried_without_a_card_or_left_out_with_a_reason() -> None:
+    tried = {name for suite in SUITES.values() for name in suite.files}
+    known = tried | {beginning.partition("::")[0] for beginning in LEFT_OUT}
+    assert {path.name for path in (ROOT / "tests/gpu").glob("test_*.py")} == known
 
 
 def why_not(command: str) -> str:

@@ -40,15 +40,14 @@ SPREAD: dict[str, dict[str, Any]] = {  # over two ranks, which share their rows 
 
 
 def only_gradients(process: ProcessInfo, paths: dict[str, str]) -> dict[str, Any]:
-    """{model type: gradients, on several ranks also those of every open way}; padded rows where a type needs them."""
+    """{model type: gradients, on several ranks also those of every open way}."""
     batch, found = experience(9), {}
     for name, path in paths.items():
-        model = {"use_remove_padding": TYPES[name].packed}
         mine = my_rows(process, batch, "even")
-        found[name] = {"gradients": _gradients(build_engine(process, path, model=model), mine, batch)}
+        found[name] = {"gradients": _gradients(build_engine(process, path), mine, batch)}
         open_ways = [way for way, why in refusals(name, path).items() if not why] if process.world_size > 1 else []
         for way in open_ways:
-            engine = build_engine(process, path, model=model, **SPREAD[way])
+            engine = build_engine(process, path, **SPREAD[way])
             found[name][way] = _gradients(engine, mine if way == "experts" else batch, batch)
     return found
 

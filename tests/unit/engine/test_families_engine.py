@@ -68,8 +68,7 @@ def generated(rollout: Any) -> tiny.Experience:
 
 def often(name: str) -> Any:
     """Plain dense types share all code that matters here: `make test-all` runs them."""
-    is_plain = families.FAMILIES[name].kind == "dense" and families.FAMILIES[name].packed
-    return pytest.param(name, marks=pytest.mark.slow) if is_plain else name
+    return pytest.param(name, marks=pytest.mark.slow) if families.FAMILIES[name].kind == "dense" else name
 
 
 @pytest.mark.parametrize("name", [often(n) for n, family in families.FAMILIES.items() if families.HF in family.tested])
@@ -77,13 +76,12 @@ def test_an_adapted_model_is_delivered_and_generates_what_the_trainer_scores(
     process: ProcessInfo, tmp_path: Path, name: str
 ) -> None:
     """LoRA step, merged sync with its proof, generation with a cache, and the trainer's log-probs of those tokens."""
-    path, packed = zoo.folder(tmp_path, name), families.FAMILIES[name].packed
-    settings = {"use_remove_padding": packed}
+    path = zoo.folder(tmp_path, name)
     lora = {"lora_rank": 4} if families.LORA in families.FAMILIES[name].tested else {}
-    engine = build_engine(process, path, model=settings | lora, optim=OptimConfig(lr=1e-2))
+    engine = build_engine(process, path, model=lora, optim=OptimConfig(lr=1e-2))
     batch = experience(4)
     engine.train_minibatch(batch, PolicyLoss(), denominators(batch), rule=tiny.ONE_BATCH)
-    config = ModelConfig(path=path, **settings)  # pyright: ignore[reportArgumentType]
+    config = ModelConfig(path=path)
     rollout = build_for("hf", config, process, tokenizer_size=tiny.VOCAB, max_model_len=40)
     report = within(engine, rollout, RolloutConfig(), process)(1)
     assert report.num_read_back == report.num_tensors == len(engine.weight_names())

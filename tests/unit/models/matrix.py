@@ -16,6 +16,7 @@ from verl_like.config.fsdp import FSDPConfig
 from verl_like.config.model import ModelConfig
 from verl_like.models import exact, families, loading, stages, tensor_plan
 from verl_like.models.families import Family
+from verl_like.plugins.vllm.models import NOT_ON_CPU
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 BEGIN, END = "<!-- table of types: begin -->", "<!-- end -->"
@@ -30,11 +31,10 @@ SPREAD: dict[str, Callable[[ModelConfig, object], None]] = {
     "context": lambda model, config: loading.check_context(model, config, 2, "context_parallel_size"),  # type: ignore[arg-type]
     "tensor": lambda model, config: tensor_plan.check_model(model, config, 2),  # type: ignore[arg-type]
     "experts": lambda model, config: tensor_plan.check_experts(model, config, 2, trained=True),  # type: ignore[arg-type]
-    "pipeline": lambda model, config: stages.check_stages(model, config, _STAGES, "", trained=True),  # type: ignore[arg-type]
+    "pipeline": lambda _, config: stages.check_stages(config, _STAGES, ""),  # type: ignore[arg-type]
 }
 _REASONS = {
     r"carry state from token to token": "its layers carry state from token to token, and need whole sequences",
-    r"needs packed sequences": "its rows are padded",
     r"has no tensor-parallel plan": "transformers has no tensor-parallel plan for it",
     r"leaves attention whole": "transformers' plan leaves its attention whole (multi-head latent attention)",
     r"not cut into stages": "its layers have not been cut into stages",
@@ -42,17 +42,23 @@ _REASONS = {
 }
 _UNTRIED = "nobody has tried"
 _TEXT_ALONE = "the text model alone is run"
-_DELTA_RULES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
-_WITHOUT_VLLM = {
-    "cohere2": "vLLM's window is a token longer than transformers'",
-    "phi": "vLLM's head has no bias",
-    "gpt_neox": "vLLM's CPU build crashes: its attention takes no slices of fused queries, keys and values",
-    "gpt_oss": "vLLM's CPU build has no kernel for its experts",
-    "jamba": "vLLM's CPU build has no kernel for Mamba 1",
-    "minimax_m2": "vLLM's CPU build has no routers with sigmoid scores of its kind",
-    "bamba": "vLLM has no model of it any more",
-    **dict.fromkeys(("qwen3_vl_moe", "gemma3", "mistral3"), "vLLM asks for torchvision, which it lacks on a CPU"),
-    **dict.fromkeys(_DELTA_RULES, "vLLM's CPU build has no kernel for its delta rule in float32"),
+_SGLANG_WINDOWS = "SGLang's model of it has no windows, and is right without them"
+_SGLANG_BACKEND = "SGLang's model of it takes no attention that a CPU has"
+_SGLANG_CACHE = "SGLang's model of it keeps as many heads of keys as of queries, where the config has fewer"
+_WITHOUT_SGLANG = {
+    **dict.fromkeys(("mistral", "mixtral"), _SGLANG_WINDOWS),
+    **dict.fromkeys(("gpt_oss", "exaone4"), _SGLANG_BACKEND),
+    **dict.fromkeys(("olmo", "phi", "gpt_neox"), _SGLANG_CACHE),
+    "olmo3": "its log-probs in SGLang are others (by 1 nat), though all weights are right",
+    "gemma": "SGLang holds its norms with one added",
+    "gemma2": "SGLang reads a field (hidden_act) that its config does not have",
+    "glm": "SGLang runs transformers' model of it, whose tensor-parallel plan it does not know",
+    "hunyuan_v1_dense": "SGLang does not take the names of its norms",
+    "nemotron": "SGLang falls over the first step of it",
+    "granitemoe": "SGLang gives its log-probs, but its routers cannot be read back",
+    "qwen2_moe": "SGLang's model of it needs Triton",
+    "olmoe": "SGLang refuses its norm of fewer key heads",
+    "lfm2": "SGLang has its convolution for devices alone",
 }
 _SCORES = "its routers do not tell their scores"
 
@@ -62,8 +68,7 @@ def refusals(name: str, path: str) -> dict[str, str]:
 
     A dense model has no experts to hand out: their way is left out.
     """
-    family = TYPES[name]
-    model = ModelConfig(path=path, use_remove_padding=family.packed)
+    model = ModelConfig(path=path)
     config, found = loading.load_hf_config(model), dict[str, str]()
     for way, check in SPREAD.items():
         if way == "experts" and not families.num_experts(config):
@@ -80,21 +85,18 @@ def cells(name: str, path: str) -> dict[str, str]:
     """Cells of one type, by column."""
     family, spread = TYPES[name], refusals(name, path)
     sees, nested = name in families.VISION, name in families.NESTED
-    packed = YES if family.packed else family.why_padded
 
     def claimed(what: str) -> str:
         return YES if what in family.tested else _UNTRIED
 
     return {
-        "packed": packed,
-        "shared beginnings": packed,
-        "fused head": YES if family.packed else _UNTRIED,
+        **dict.fromkeys(("packed", "shared beginnings", "fused head"), YES),
         "LoRA": claimed(families.LORA),
         "two ranks": claimed(families.RANKS),
         **{way: NONE if way not in spread else spread[way] or YES for way in SPREAD},
         "hf": claimed(families.HF),
-        "vLLM": _WITHOUT_VLLM.get(name) or claimed(families.VLLM),
-        "SGLang": claimed(families.SGLANG),
+        "vLLM": NOT_ON_CPU.get(name) or claimed(families.VLLM),
+        "SGLang": _WITHOUT_SGLANG.get(name) or claimed(families.SGLANG),
         "images": YES if sees else _TEXT_ALONE if nested else NONE,
         "replay": NONE
         if "experts" not in spread

@@ -32,7 +32,7 @@ GROUPS = tiny.experience(4, rows_per_prompt=2, max_response=12)
 TOLERANCE = {name: 1e-4 for name, family in families.FAMILIES.items() if family.state}
 
 
-@pytest.mark.parametrize("name", [name for name, family in families.FAMILIES.items() if family.packed])
+@pytest.mark.parametrize("name", families.FAMILIES)
 def test_packed_equals_single_equals_padded(tmp_path: Path, name: str) -> None:
     """Values and gradients; padded rows run through transformers' eager attention, an independent opinion."""
     path = zoo.folder(tmp_path, name)
@@ -90,23 +90,6 @@ def rows_alone(hf: PreTrainedModel, rows: Experience) -> torch.Tensor:
         chosen = log_probs.gather(1, ids[0, 1:, None])[-len(row.response_ids_T) :, 0]
         found.append(torch.where(row.response_mask_T, chosen, 0.0))
     return torch.cat(found)
-
-
-@pytest.mark.parametrize("name", [name for name, family in families.FAMILIES.items() if not family.packed])
-def test_padding_changes_nothing_where_packing_would(tmp_path: Path, name: str) -> None:
-    """Values and gradients of padded rows equal those of each row alone; packed, the type is refused by name."""
-    path = zoo.folder(tmp_path, name)
-    with pytest.raises(ValueError, match=rf"'{name}' cannot be run without padding: .*use_remove_padding=False"):
-        load_hf_config(ModelConfig(path=path))
-    model = build(path, packed=False)
-    assert families.padded_attention(model.hf.config) in ("eager", "sdpa")
-    model.hf.set_attn_implementation(families.padded_attention(model.hf.config))
-    together = run(model, ROWS, packed=False)
-    parts = [run(model, row, packed=False) for row in ROWS.split([1] * len(ROWS))]
-    alone = {key: torch.cat([part[key] for part in parts]) for key in together}
-    assert_close(together, alone, 2e-5)
-    expected = gradient_of(model, alone)
-    assert_close(gradient_of(model, together), expected, 2e-5)
 
 
 @pytest.mark.parametrize("name", list(families.FAMILIES))

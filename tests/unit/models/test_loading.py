@@ -160,7 +160,7 @@ def test_weights_that_are_not_those_of_the_config_are_told_of(tmp_path: Path, fa
         checked(folder)
 
 
-@pytest.mark.parametrize("name", [name for name, each in families.FAMILIES.items() if each.packed])
+@pytest.mark.parametrize("name", families.FAMILIES)
 def test_weights_of_every_family_are_its_own(tmp_path: Path, name: str) -> None:
     AutoModelForCausalLM.from_config(zoo.config(name)).save_pretrained(tmp_path)
     checked(tmp_path)

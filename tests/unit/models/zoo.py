@@ -82,8 +82,6 @@ _OWN: dict[str, dict[str, Any]] = {
     "granitemoehybrid": _MAMBA | {"layer_types": ["mamba", "attention"], "shared_intermediate_size": 32},
     "deepseek_v3": {
         "n_routed_experts": 8,
-        "topk_method": "noaux_tc",  # this and the next as the files of DeepSeek-V3 say, and vLLM reads
-        "scoring_func": "sigmoid",
         "n_group": 2,
         "topk_group": 1,
         "q_lora_rank": 24,
@@ -97,7 +95,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "glm4_moe": {"n_routed_experts": 8, "n_shared_experts": 1, "head_dim": 32},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "lfm2": {"layer_types": ["conv", "full_attention"], "conv_dim": 64, "block_dim": 64},  # as files, for vLLM
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "recurrent_gemma": {"num_hidden_layers": 3, "lru_width": 64, "attention_window_size": 64},
     "zamba2": {

@@ -1,4 +1,4 @@
-"""Which replicas can share a model's heads."""
+"""Which replicas can share a model's heads, and which models an engine runs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from tests.unit.models import zoo
 from tests.unit.rollout.tiny import tiny_config
 from verl_like.config import RolloutConfig
-from verl_like.rollout.build import require_heads
+from verl_like.plugins.vllm.models import missing_fields
+from verl_like.rollout.build import require_heads, require_model
 
 KEY = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 
@@ -35,3 +37,49 @@ def test_heads_that_ranks_cannot_share(name: Any, device: str, heads: int, kept:
         return
     with pytest.raises(ValueError, match=KEY + message):
         require_heads(rollout, config, device)
+
+
+WIDE = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "rollout", "device", "message"),
+    [
+        ("qwen3_next", WIDE, {"dtype": "bfloat16"}, "cpu", ""),
+        ("qwen3_next", {}, {}, "cuda", ""),
+        ("qwen3_next", {}, {"name": "hf"}, "cpu", ""),
+        ("gpt_oss", {}, {}, "cuda", ""),
+        ("qwen3", {}, {}, "cpu", ""),
+        (
+            "qwen3_next",
+            WIDE,
+            {},
+            "cpu",
+            r"dtype=auto with name=vllm .*'qwen3_next' in bfloat16 alone; set",
+        ),
+        (
+            "qwen3_5_text",
+            {},
+            {"dtype": "bfloat16"},
+            "cpu",
+            r"name=vllm .* 64 or 128, .*linear_key_head_dim=16 and",
+        ),
+        ("gpt_oss", {}, {}, "cpu", r"name=vllm on device cpu, .*'gpt_oss': .* no kernel for its experts; set name=hf"),
+    ],
+)
+def test_models_that_vllm_cannot_run_on_a_cpu(
+    model: str, changes: dict[str, Any], rollout: dict[str, Any], device: str, message: str
+) -> None:
+    asked = RolloutConfig(**{"name": "vllm", **rollout})
+    if not message:
+        require_model(asked, zoo.config(model, **changes), device)
+        return
+    with pytest.raises(ValueError, match=rf"actor_rollout_ref\.rollout\.{message}"):
+        require_model(asked, zoo.config(model, **changes), device)
+
+
+def test_fields_that_vllm_reads_and_folders_of_transformers_lack() -> None:
+    assert missing_fields(zoo.config("lfm2")) == {"conv_dim": 64, "block_dim": 64}
+    assert missing_fields(zoo.config("lfm2", conv_dim=96)) == {"block_dim": 64}
+    assert missing_fields(zoo.config("deepseek_v3")) == {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    assert missing_fields(zoo.config("qwen3")) == {}

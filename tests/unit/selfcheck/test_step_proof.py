@@ -22,7 +22,7 @@ from verl_like.kit.selfcheck.plain_adapters import with_noise
 from verl_like.kit.selfcheck.plain_step import PlainRecord
 from verl_like.kit.selfcheck.real_step import real_steps, small
 from verl_like.kit.selfcheck.report import Finding, table
-from verl_like.kit.selfcheck.step_proof import compared, plain_step, prove_step, schedules
+from verl_like.kit.selfcheck.step_proof import compared, frozen_rollouts, plain_step, prove_step, schedules
 from verl_like.kit.selfcheck.tiny import CHARACTERS, write_tiny_model
 from verl_like.kit.selfcheck.work import comparable
 from verl_like.models import exact, families, lora, vision
@@ -343,6 +343,11 @@ CREDIT: dict[str, tuple[list[str], Plant, str]] = {
         around(experience, "place_on_last_token", lambda own, score, mask, length: own(score, mask | True, length)),
         "step 1: advantages",
     ),
+    "a reward on text that was not sampled is lost": (
+        ["algorithm.adv_estimator=grpo"],
+        around(experience, "place_on_last_token", lambda own, score, mask, length: own(score, mask | True, length)),
+        "step 1: advantages",
+    ),
     "a warm-up that begins a step late": (
         ["algorithm.adv_estimator=grpo", f"{ACTOR}.optim.lr_warmup_steps=5"],
         around(optim.Schedule, "rate", lambda own, schedule: own(schedule) * 0.9),
@@ -411,6 +416,17 @@ CREDIT: dict[str, tuple[list[str], Plant, str]] = {
 }
 
 
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_reward_tells_where_it_lies(model: str, tmp_path: Path, n: int) -> None:
+    """A score of 0 would hide whether it is lost: two rows have it, for terms that ask for one above 0."""
+    keys = [*COMMON, "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n={n}", f"actor_rollout_ref.model.path={model}"]
+    rollouts, scores, _ = frozen_rollouts(small(compose(keys), 1, str(tmp_path)), len(CHARACTERS) + 3)
+    earned = scores.valid_B & (scores.score_B > 0)
+    assert (scores.valid_B & ~earned).sum() <= 2
+    ends_in_text = ~rollouts.response_mask_BR[torch.arange(len(rollouts)), rollouts.response_length_B - 1]
+    assert (earned & ends_in_text & (rollouts.group_B != 1)).any()  # that group's rewards are all the same
+
+
 @pytest.mark.parametrize("name", CREDIT)
 def test_what_others_planted_is_found(model: str, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Faults of a second pair of eyes that an earlier form of the proof did not see."""
@@ -449,7 +465,6 @@ def test_no_false_alarm_of_a_family(model: str, tmp_path: Path, name: str, lora_
     folder, tokenizer = zoo.folder(tmp_path, name), load_tokenizer(model)
     tokenizer.save_pretrained(folder)
     own = [f"actor_rollout_ref.model.path={folder}", f"actor_rollout_ref.model.lora_rank={lora_rank}"]
-    own.append(f"actor_rollout_ref.model.use_remove_padding={FAMILIES[name].packed}")
     findings, notes = prove_step(compose([*COMMON, "algorithm.adv_estimator=rloo", *own]), ranks=1)
     assert all(each.passed for each in findings) and len(findings) > 20, table(findings)
     assert any("experts and routers" in each for each in notes) == (lora_rank > 0 and name not in ("qwen3_5",))

@@ -22,6 +22,7 @@ from verl_like.config.serve import ServeConfig
 from verl_like.plugins.tinker_server.adapters import AdapterSpec
 from verl_like.plugins.tinker_server.engine import Answer, Prompt, Result, Work
 from verl_like.plugins.tinker_server.fair import ONE_OF_A_MODEL
+from verl_like.plugins.tinker_server.images import Reader
 from verl_like.plugins.tinker_server.prompts import Limits
 from verl_like.plugins.tinker_server.server import application
 from verl_like.plugins.tinker_server.service import Service
@@ -39,6 +40,7 @@ LIMITS = Limits(
     seed=1,
     serve=ServeConfig(max_lora_rank=8, checkpoint_freq=2, max_queued=50, max_models=9),
     shared={},
+    reader=Reader(),
 )
 SHARED = dict.fromkeys(
     ("forward", "forward_backward", "sample", *ONE_OF_A_MODEL), 1000

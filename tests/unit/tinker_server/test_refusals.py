@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.unit.models import tiny_vision
 from tests.unit.tinker_server.fake import LORA, Running, Tenant, pass_body, run, running
 from verl_like.config.errors import ConfigError
 from verl_like.config.serve import ServeConfig
@@ -83,7 +84,8 @@ def bad_passes(model: str) -> list[Case]:
         ),
         one("mask: loss_fn=cross_entropy reads weights", columns={"mask": np.ones(3, F)}),
         one("weights has numbers that are not finite", columns={"weights": np.array([1, np.inf, 0], F)}),
-        with_message("has an image or a sound", lambda m: m.data[0].model_input.add().image.SetInParent()),
+        with_message(r"chunks\[1\] is an image: the model", lambda m: m.data[0].model_input.add().image.SetInParent()),
+        with_message("neither text nor an image", lambda m: m.data[0].model_input.add().dmel.SetInParent()),
         with_message(
             "not whole 32-bit numbers", lambda m: setattr(m.data[0].model_input[0].encoded_text, "tokens", b"abc")
         ),
@@ -167,6 +169,8 @@ def bad_bodies(tenant: Tenant) -> list[Case]:
         ("asample", tokens(100), 400, "prompt has ids from 100 to 100"),
         ("asample", tokens(1.5), 422, "prompt.chunks.0.tokens.0"),
         ("asample", ask | {"prompt": {"chunks": [{"type": "image", "data": ""}]}}, 400, "reads text alone"),
+        ("asample", ask | {"prompt": {"chunks": [{"type": "image", "data": "%"}]}}, 400, r"chunks\[0\]: .*base64"),
+        ("asample", ask | {"prompt": {"chunks": [{"type": "image_asset_pointer"}]}}, 400, "the bytes of an image"),
         ("asample", params(temperature=-1.0), 422, "sampling_params.temperature"),
         ("asample", params(top_k=10**30), 422, "sampling_params.top_k"),
         ("asample", params(temperature=1e-45), 400, "sampling_params.temperature"),
@@ -220,7 +224,7 @@ def test_what_is_refused_changes_nothing_and_nobody_notices(tmp_path: Path) -> N
     async def go() -> None:
         async with running(tmp_path / "alone") as server:
             quiet = await Tenant(server).begin()
-            expected = [await quiet.act("pass", n) for n in range(90)], quiet.weights()
+            expected = [await quiet.act("pass", n) for n in range(120)], quiet.weights()
         async with running(tmp_path / "all") as server:
             other, told = await Tenant(server).begin(), list[Any]()
             first = await Tenant(server).begin()
@@ -238,7 +242,7 @@ def test_what_is_refused_changes_nothing_and_nobody_notices(tmp_path: Path) -> N
                     assert "no weight was changed" in (await tenant.act("step"))["error"]
                 assert "metrics" in await tenant.act("step"), "and it goes on"
                 told.append(await other.act("pass", i))
-            told += [await other.act("pass", n) for n in range(number, 90)]
+            told += [await other.act("pass", n) for n in range(number, 120)]
             assert (told, other.weights()) == expected
 
     run(go())
@@ -291,6 +295,14 @@ def test_samplers_that_cannot_be_are_refused_before_anything_starts(shared_data:
         serve(compose([*words, *(f"actor_rollout_ref.rollout.{each}" for each in rollout)]))
     assert "rollout.name=vllm with server=True: not available under `verl-like serve`" in str(error.value)
     assert "serve.max_lora_rank=600: vllm keeps adapters up to rank 512" in str(error.value)
+
+
+def test_a_model_that_sees_samples_by_transformers(tmp_path: Path) -> None:
+    tiny_vision.save(tmp_path / "model", "qwen2_vl")
+    words = ["trainer.objective=serve", "trainer.device=cpu", f"trainer.default_local_dir={tmp_path / 'state'}"]
+    words += [f"actor_rollout_ref.model.path={tmp_path / 'model'}", "actor_rollout_ref.rollout.name=vllm"]
+    with pytest.raises(ConfigError, match=r"rollout.name=vllm is not available for vision-.*set it to hf"):
+        serve(compose(words))
 
 
 def test_other_machines_get_in_with_keys_alone() -> None:

@@ -29,7 +29,7 @@ from verl_like.kit.selfcheck.plain_adapters import with_noise
 from verl_like.kit.selfcheck.report import Finding, table
 from verl_like.kit.selfcheck.tiny import write_tiny_model
 from verl_like.kit.selfcheck.work import Case, Work
-from verl_like.models import attention, families, packing
+from verl_like.models import attention, packing
 from verl_like.models.heads import ValueModel
 from verl_like.models.loading import load_tokenizer
 from verl_like.parallel.dist import ProcessInfo
@@ -483,18 +483,16 @@ def test_a_sound_trainer_passes_however_it_is_cut(
     [
         ("qwen3_moe", "padded rows, full logits"),
         ("lfm2", "padded rows, full logits"),
-        ("stablelm", "padded rows, fused head"),
+        ("stablelm", "padded rows, full logits"),
     ],
 )
 def test_experts_and_layers_with_state_pass(
     process: ProcessInfo, tiny_model: Path, tmp_path: Path, name: str, way: str
 ) -> None:
-    """Where packing is impossible the other way is another head on padded rows."""
     tokenizer = load_tokenizer(str(tiny_model))
     folder = zoo.folder(tmp_path, name, vocab_size=len(tokenizer), initializer_range=0.05)
     tokenizer.save_pretrained(folder)
     settings = [f"actor_rollout_ref.model.path={folder}"]
-    settings.append(f"actor_rollout_ref.model.use_remove_padding={families.FAMILIES[name].packed}")
     check = SelfCheck(config=compose([*ROWS_ALONE, *settings]), num_rows=6)
     findings, _ = check.alone(process, check.prepare())
     assert way in {finding.name for finding in findings}

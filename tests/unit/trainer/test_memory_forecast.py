@@ -73,6 +73,8 @@ def test_a_stage_by_hand(config: PPOConfig) -> None:
     assert update["activations"] == whole.phases["update_actor"]["activations"]  # of half the layers, twice
     pieces = at(config, EIGHT, stages | {f"{FSDP}.virtual_pipeline_size": 2}, "32B").phases["update_actor"]
     assert pieces["activations"] / update["activations"] == pytest.approx(5 / 4, rel=0.02)  # five passes of a half
+    late = at(config, EIGHT, stages | {f"{FSDP}.pipeline_schedule": "zero_bubble"}, "32B").phases["update_actor"]
+    assert late["gradients"] == 4 * weights and late["activations"] > update["activations"]
     saved = whole.phases["update_actor"]["gathered weights"] - update["gathered weights"]
     assert saved == 2 * shape.vocab * shape.hidden  # one of embedding and head, in bfloat16
 

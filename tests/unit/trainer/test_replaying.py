@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from omegaconf import OmegaConf
 
-from verl_like.kit.replaying import Difference, _of_metrics, _of_step
+from verl_like.config.batch_plan import BatchPlan
+from verl_like.config.roles import roles_of
+from verl_like.config.schema import to_dict
+from verl_like.kit.replaying import Difference, _of_metrics, _of_step, replay_config
+from verl_like.trainer.compose import compose
 from verl_like.trainer.recording import Recorded
 
 
@@ -58,3 +65,16 @@ def test_a_number_that_is_none_is_another_than_one_that_is() -> None:
         assert [each.where for each in _of_metrics(1, *pair, 1e-4) if not each.same] == ["actor/grad_norm"]
     for again in (math.nan, math.inf):
         assert all(each.same for each in _of_metrics(1, spoilt, {"actor/grad_norm": again, "actor/lr": 1.0}, 1e-4))
+
+
+@pytest.mark.parametrize("axis", ["tensor", "context", "expert", "pipeline"])
+def test_a_run_of_any_axis_replays_in_one_process(axis: str, tmp_path: Path) -> None:
+    size = f"fsdp_config.{axis}_parallel_size=2"
+    keys = ["data.train_files=t.parquet", "trainer.n_gpus_per_node=2", "algorithm.adv_estimator=gae"]
+    run = compose([*keys, f"actor_rollout_ref.actor.{size}", f"actor_rollout_ref.ref.{size}", f"critic.model.{size}"])
+    assert any([*role.mesh(1).problems()] for role in roles_of(run).values())
+    OmegaConf.save(OmegaConf.create(to_dict(run)), tmp_path / "config.yaml")
+    config = replay_config(tmp_path, 1, [], str(tmp_path / "out"))
+    for role in roles_of(config).values():
+        assert [*role.mesh(1).problems()] == []
+    BatchPlan.build(config, 1)

@@ -35,7 +35,7 @@ ACTOR_TENSOR = f"{A}.fsdp_config.tensor_parallel_size=2"
         ((f"{A}.{PIPE}=2", f"{REF}.{TENSOR}=2"), (2, 1), [f"beside {REF}.fsdp_config.tensor_parallel_size=2"]),
         ((f"{A}.{TENSOR}=2", f"{A}.{PIPE}=2", f"{REF}.{PIPE}=4", f"{REF}.{TENSOR}=1"), (1, 4), [f"{A}.{PIPE}=2"]),
         ((f"{A}.{PIPE}=2", f"{A}.megatron.expert_model_parallel_size=2"), (1, 1), ["expert_parallel_size=2"]),
-        ((f"{A}.{PIPE}=2", "actor_rollout_ref.model.lora_rank=8"), (1, 1), ["model.lora_rank=8"]),
+        ((f"{A}.{PIPE}=2", "actor_rollout_ref.model.lora_rank=8"), (2, 2), []),
         ((f"{A}.{PIPE}=2", f"{A}.kl_loss_type=full"), (1, 1), ["kl_loss_type=full"]),
         ((f"{A}.{PIPE}=2", f"{A}.router.balance_loss_coef=0.1"), (1, 1), ["balance_loss_coef=0.1"]),
         ((f"{A}.{PIPE}=3",), (1, 1), ["=3: it does not divide 8 processes: FSDP"]),

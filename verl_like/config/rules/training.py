@@ -56,7 +56,7 @@ def tensor_parallel_role(config: PPOConfig) -> Findings:
 
 _ROUTES = (f"{_ACTOR}.router_replay.mode", "actor_rollout_ref.rollout.enable_rollout_routing_replay")
 _COMPARED = (f"{_ACTOR}.kl_loss_type", "algorithm.kl_penalty", "distillation.distillation_loss.loss_mode")
-_WITHOUT_STAGES = ("lora_rank", "enable_activation_offload")
+_OFFLOAD = "enable_activation_offload"
 
 
 @rule(
@@ -64,22 +64,21 @@ _WITHOUT_STAGES = ("lora_rank", "enable_activation_offload")
     *dict.fromkeys(
         key for role in _ROLES for key in (role.tensor_key, role.ulysses_key, role.context_key, role.expert_key)
     ),
-    *dict.fromkeys(f"{role.model_section}.{name}" for role in _ROLES if role.optim for name in _WITHOUT_STAGES),
+    *dict.fromkeys(f"{role.model_section}.{_OFFLOAD}" for role in _ROLES if role.optim),
     *(f"{section}.use_torch_compile" for section in (_ACTOR, _REF)),
     *_ROUTES,
     *_COMPARED,
 )
 def pipeline_parallel_role(config: PPOConfig) -> Findings:
-    """Stages of a role go with FSDP alone: no other parallel size, no LoRA, no routes, no exact divergence."""
+    """Stages of a role go with FSDP alone: no other parallel size, no routes, no exact divergence."""
     policy, with_stages = config.actor_rollout_ref, [r for r in roles_of(config).values() if r.mesh(1).pipe > 1]
     for role in with_stages:
         sizes = {role.tensor_key: role.tensor, role.ulysses_key: role.ulysses, role.context_key: role.context}
         for key, size in (sizes | {role.expert_key: role.fsdp.expert_parallel_size}).items():
             if size > 1:
                 yield (role.pipe_key, key), "stages go with fsdp_size alone; set one to 1"
-        for name in _WITHOUT_STAGES if role.optim is not None else ():
-            if getattr(role.model, name):
-                yield (role.pipe_key, f"{role.model_section}.{name}"), "not available with stages; leave one out"
+        if role.optim is not None and role.model.enable_activation_offload:
+            yield (role.pipe_key, f"{role.model_section}.{_OFFLOAD}"), "not available with stages; leave one out"
         if role.compile_blocks:
             yield (role.pipe_key, f"{role.section}.use_torch_compile"), "not available with stages; set it to False"
     of_policy = [role.pipe_key for role in with_stages if role.kind == "policy"][:1]

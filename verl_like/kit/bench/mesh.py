@@ -109,6 +109,7 @@ def meshes(ranks: int) -> dict[str, dict[str, Any]]:
     found = {axis: {key: 1 if axis == "replicate" else ranks} for axis, key in KEYS.items()}
     pieces = {KEYS["pipe"]: 2, f"{_FSDP}.virtual_pipeline_size": 2}
     found["pipe-virtual" if ranks == 2 else "shard-pipe-virtual"] = pieces
+    found["pipe-zero-bubble"] = {KEYS["pipe"]: ranks, f"{_FSDP}.pipeline_schedule": "zero_bubble"}
     if ranks > 2:
         found |= {f"shard-{axis}": {key: 2} for axis, key in KEYS.items()}
         found["context-ulysses"] = {KEYS["context"]: 2, KEYS["ulysses"]: 2}
@@ -184,7 +185,7 @@ def rows_of(name: str, ranks: Sequence[Found], job: Job) -> Iterator[Row]:
     if timed:
         fsdp = job.spec.config.actor_rollout_ref.actor.fsdp_config
         sizes = (fsdp.pipeline_parallel_size, ranks[0].micro_batches, fsdp.virtual_pipeline_size)
-        least = bubble(*sizes)
+        least = bubble(*sizes, late=fsdp.pipeline_schedule == "zero_bubble")
         shares = {"order": idle_slots(fsdp.pipeline_schedule, *sizes), "measured": idle_share(timed)}
         for way, share in shares.items():
             figures = {"waiting": share, "formula": least, BY_LEAST: share / least}

@@ -186,6 +186,14 @@ class Model:
         kept = min(passes_ahead(0, stages, micro_batches, pieces) + 1, micro_batches * pieces)  # of the first stage
         in_flight = replace(shape, layers=-(-shape.layers * kept // pieces))
         activations = memory.activation_bytes(in_flight, path, tokens, row)
+        if self.late():  # the last stage keeps parts of gradients, about as large as activations that are all kept
+            behind = min(stages - 1, micro_batches * pieces)
+            parts, one = (replace(shape, layers=-(-shape.layers * n // pieces)) for n in (behind, 1))
+            whole = replace(path, recompute="none")
+            of_last = memory.activation_bytes(parts, whole, tokens, row) + memory.activation_bytes(
+                one, path, tokens, row
+            )
+            activations = max(activations, of_last)
         at_root = max(new + 4, 4 + came) * root  # a gradient goes when it is copied to be sent
         none_yet = gradients if micro_batches == 1 else 0.0
         if path.on_cpu:
@@ -220,7 +228,11 @@ class Model:
 
     def whole(self, micro_batches: int) -> bool:
         """True where gradients are reduced once, after all micro-batches."""
-        return micro_batches > 1 and (self.alone or not self.fsdp.sync_every_micro_batch)
+        return self.late() or (micro_batches > 1 and (self.alone or not self.fsdp.sync_every_micro_batch))
+
+    def late(self) -> bool:
+        """True where a stage computes the gradients of weights apart from its backward passes."""
+        return self.fsdp.pipeline_parallel_size > 1 and self.fsdp.pipeline_schedule == "zero_bubble"
 
     def _own(self, *, optimizer: bool) -> dict[str, float]:
         if self.fsdp.offload_policy:

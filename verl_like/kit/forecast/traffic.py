@@ -46,16 +46,20 @@ def by_axis(
     return found
 
 
-def bubble(stages: int, count: int, pieces: int = 1) -> float:
+def bubble(stages: int, count: int, pieces: int = 1, *, late: bool = False) -> float:
     """The least share for `count` equal micro-batches, of GPipe and 1F1B alike, whose stages have so many pieces each.
 
     A stage works at all of them with each piece; the first waits for the last one's first pass to come back, the last
     for its first to arrive: (stages - 1) passes of (pieces x count + stages - 1). Fewer micro-batches than stages leave
     a stage waiting between two pieces as well. Sources: Huang et al., GPipe (arXiv 1811.06965), section 2.3; Narayanan
     et al., Megatron-LM (arXiv 2104.04473), section 2.2.
+
+    late: the gradients of weights have passes of their own, which fill what is left of a wait when backward passes of
+    two parts out of three begin. All three kinds take a slot each, and (stages - 1) are idle of (3 x pieces x count +
+    stages - 1), where micro-batches are no fewer than stages. Source: Qi et al. (arXiv 2401.10241), section 2.2.
     """
-    waits = stages - 1 + (pieces - 1) * max(0, stages - count)
-    return waits / (pieces * count + waits)
+    waits = stages - 1 + (pieces - 1 + late) * max(0, stages - count)
+    return waits / ((3 if late else 1) * pieces * count + waits)
 
 
 def _share(ranks: int) -> float:

@@ -16,7 +16,7 @@ from verl_like.config import ModelConfig
 from verl_like.models.vision import processor_of
 from verl_like.remote_storage import local_folder
 
-_SIDES = (56, 84)  # pixels of the smallest picture; the processor makes it larger where its bounds say so
+_SIDES = ((84, 56), (56, 140))  # pixels of a prompt's first and second picture, which have unlike numbers of tokens
 _MEGAPIXELS = 64.0
 
 
@@ -77,8 +77,7 @@ class PlainPictures:
 
 def _picture(folder: Path, number: int) -> MediaHandle:
     file = folder / f"picture{number}.png"
-    sides = (*_SIDES, 3) if number % 2 else (*_SIDES[::-1], 3)
     if not file.exists():
-        pixels = np.random.default_rng(number).integers(0, 256, sides, dtype=np.uint8)
+        pixels = np.random.default_rng(number).integers(0, 256, (*_SIDES[number % 2], 3), dtype=np.uint8)
         Image.fromarray(pixels).save(file)
     return MediaHandle(kind="image", path=str(file), column="images", row=number, number=0, source=str(file))

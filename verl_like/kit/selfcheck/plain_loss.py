@@ -1,7 +1,8 @@
 """The objectives of actor and critic written down once more, for one row at a time: the yardstick of the check.
 
-Nothing here uses verl_like/algorithms, but for the loss per token of modes other than PPO's own (`shared_loss`) and the
-tokens that clip_cov and kl_cov select. Masks, denominators, weights, joining and all other terms are counted here.
+Nothing here uses verl_like/algorithms, but for a loss of the user's own (`shared_loss`) and the tokens that clip_cov
+and kl_cov select. Masks, denominators, weights, joining and all other terms are counted here; the loss of a token is in
+plain_modes.py.
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ from verl_like.config.batch_plan import two_policies
 from verl_like.config.correction import corrects
 from verl_like.kit.selfcheck import plain_correction
 from verl_like.kit.selfcheck.material import Material, OldLogProbs
-
-OWN_LOSSES = ("vanilla", "gpg", "policy_gradient")  # those whose loss per token is written down here
+from verl_like.kit.selfcheck.plain_modes import joined_by, mode_loss
 
 
 @dataclass(slots=True, kw_only=True)
@@ -186,7 +186,7 @@ class PlainPolicyLoss:
         if skipped_above is not None and mean_ratio > skipped_above:  # false for a row without tokens (NaN)
             return log_probs_R.sum() * 0.0
         mode = actor.loss_agg_mode or "token-mean"
-        loss_R, joined = self.token_loss(row, log_probs_R, old_R, ratio_R)
+        loss_R, joined = self.token_loss(row, log_probs_R, old_R)
         weight_R = self.update_weights(row, log_probs_R)
         if weight_R is not None:
             loss_R = loss_R * weight_R
@@ -207,36 +207,25 @@ class PlainPolicyLoss:
             loss = loss + actor.sft_loss_coef * self.joining.row(-log_probs_R, row, mode)
         return loss
 
-    def token_loss(self, row: PlainRow, log_probs_R: Tensor, old_R: Tensor, ratio_R: Tensor) -> tuple[Tensor, str]:
+    def token_loss(self, row: PlainRow, log_probs_R: Tensor, old_R: Tensor) -> tuple[Tensor, str]:
         """Loss of each token, and the mode that joins it."""
         actor = self.config.actor_rollout_ref.actor
         advantages_R = self.cut(self.material.advantages_BR, row.number)
         mode = actor.loss_agg_mode or "token-mean"
-        if self.reinforces() or actor.policy_loss.loss_mode in ("gpg", "policy_gradient"):
+        if self.reinforces():
             return -advantages_R * log_probs_R, mode
-        if actor.policy_loss.loss_mode != "vanilla":
+        score = float(self.material.scores.score_B[row.number])
+        found_R = mode_loss(actor, log_probs_R, old_R, advantages_R, row.mask_R, row.selected_R, score)
+        if found_R is None:
             return self.shared_loss(row, log_probs_R, old_R, advantages_R)
-        low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
-        high = actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
-        gain_R = torch.minimum(advantages_R * ratio_R, advantages_R * ratio_R.clip(1 - low, 1 + high))
-        if actor.clip_ratio_c is not None:  # dual clip: bounds what a negative advantage can cost
-            bound_R = advantages_R * actor.clip_ratio_c
-            gain_R = torch.where(advantages_R < 0, torch.maximum(gain_R, bound_R), gain_R)
-        return -gain_R, mode
+        return found_R.expand_as(log_probs_R), joined_by(actor)
 
-    def shared_loss(
-        self, row: PlainRow, log_probs_R: Tensor, old_R: Tensor, advantages_R: Tensor
-    ) -> tuple[Tensor, str]:
-        """The registered loss itself, on one row: not independent, and the table says so."""
-        actor = self.config.actor_rollout_ref.actor
-        batch = PolicyBatch(
-            log_probs_BR=log_probs_R[None],
-            old_log_probs_BR=old_R[None],
-            advantages_BR=advantages_R[None],
-            mask_BR=row.mask_R[None],
-            selected_BR=None if row.selected_R is None else row.selected_R[None],
-            score_B=self.material.scores.score_B[row.number][None],
-        )
+    def shared_loss(self, row: PlainRow, log_probs_R: Tensor, old_R: Tensor, gain_R: Tensor) -> tuple[Tensor, str]:
+        """A loss of the user's own itself, on one row: not independent, and the table says so."""
+        actor, names = self.config.actor_rollout_ref.actor, ("log_probs_BR", "old_log_probs_BR", "advantages_BR")
+        columns = {name: each[None] for name, each in zip(names, (log_probs_R, old_R, gain_R), strict=True)}
+        score_B = self.material.scores.score_B[row.number][None]
+        batch = PolicyBatch(**columns, mask_BR=row.mask_R[None], score_B=score_B)
         loss_BR = POLICY_LOSSES.lookup(actor.policy_loss.loss_mode).function(batch, actor).loss_BR
         return loss_BR[0], PolicyObjective(actor).aggregation
 

@@ -189,8 +189,8 @@ def frozen_rollouts(config: PPOConfig, vocab_size: int) -> tuple[Rollouts, Score
     mask_BR[0, 1 : max(1, long_response - max(_LOGITS // vocab_size, 28))] = False
     sampled_B = (length_B - 1).clamp(min=1)  # every third row ends in a token that was not
     mask_BR[1::3] &= torch.arange(mask_BR.shape[1])[None, :] < sampled_B[1::3, None]
-    number = torch.rand(len(rows), generator=generator)
-    score_B, valid_B = number.round(), torch.ones(len(rows), dtype=torch.bool)
+    number = torch.rand(len(rows), generator=generator)  # as scores: a 0 would hide where it lies
+    score_B, valid_B = number.clone(), torch.ones(len(rows), dtype=torch.bool)
     score_B[: min(n, 2)] = torch.tensor([1.0, 0.0])[: min(n, 2)]  # a group with a signal, whatever was drawn
     score_B[n : 2 * n] = score_B[n] if n > 1 else score_B[n : 2 * n]  # and one without
     valid_B[-1] = len(rows) < 4

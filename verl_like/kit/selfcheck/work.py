@@ -16,6 +16,7 @@ from verl_like.batch import Rollouts
 from verl_like.config import FSDPConfig, ModelConfig, PPOConfig
 from verl_like.config.actor import RouterConfig, RouterReplayConfig
 from verl_like.config.batch_plan import two_policies
+from verl_like.config.menus import LOSSES
 from verl_like.config.roles import needs_critic
 from verl_like.kit.selfcheck.driver import Share, old_log_probs_of, shares_of
 from verl_like.kit.selfcheck.material import (
@@ -28,7 +29,7 @@ from verl_like.kit.selfcheck.material import (
 )
 from verl_like.kit.selfcheck.plain import Measured, PlainModel
 from verl_like.kit.selfcheck.plain_adapters import outline, unchecked_adapters
-from verl_like.kit.selfcheck.plain_loss import OWN_LOSSES, PlainPolicyLoss, PlainValueLoss
+from verl_like.kit.selfcheck.plain_loss import PlainPolicyLoss, PlainValueLoss
 from verl_like.models.families import sees
 from verl_like.models.loading import load_hf_config, load_tokenizer
 
@@ -146,7 +147,7 @@ def about_objective(config: PPOConfig) -> str:
     if two_policies(actor, correction) and correction.loss_type == "reinforce":
         mode = "reinforce"
     line = f"objective: {mode}, old log-probs {_OLD_TEXT[old_log_probs_of(config)]}"
-    if mode in (*OWN_LOSSES, "reinforce"):
+    if mode in LOSSES or mode == "reinforce":
         return f"{line}; all of it is computed again on its own"
     return f"{line}; the loss of a token is verl_like's own {mode} on both sides, all else is computed again on its own"
 

@@ -6,12 +6,18 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from verl_like.plugins.tinker_server.wire import Refused
-
 T = TypeVar("T", bound="Body")
 _Name = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")
 _Seq = Field(ge=0, lt=2**62)
 _YEARS = 10 * 366 * 86400
+
+
+class Refused(ValueError):
+    """Request that is not taken. status: of HTTP, where it has no future to fail."""
+
+    def __init__(self, text: str, status: int = 400) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 class Body(BaseModel):
@@ -104,6 +110,8 @@ class CreateSampler(Body):
 class Chunk(Body):
     type: str = "encoded_text"
     tokens: list[int] = []
+    data: str = ""  # of an image, in base64
+    expected_tokens: int | None = None
 
 
 class Tokens(Body):

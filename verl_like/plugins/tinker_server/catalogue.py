@@ -7,9 +7,9 @@ import time
 from datetime import UTC, datetime
 
 from verl_like.plugins.tinker_server import bodies
+from verl_like.plugins.tinker_server.bodies import Refused
 from verl_like.plugins.tinker_server.prompts import Limits
 from verl_like.plugins.tinker_server.store import Record, Store
-from verl_like.plugins.tinker_server.wire import Refused
 
 
 class Catalogue:

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from verl_like.batch import Denominators, Experience, Metric, Sequences, tokens
+from verl_like.batch import Denominators, Experience, MediaHandle, Metric, Sequences, tokens
 from verl_like.config import PPOConfig
 from verl_like.config.micro_batches import MicroBatchRule
 from verl_like.config.roles import ACTOR, every_role
@@ -52,12 +52,13 @@ Result = tuple[list[NDArray[np.float32]], dict[str, float]]
 class Row:
     """One datum: input tokens [T]; targets [T, K], of which each is predicted from the tokens up to its place.
 
-    columns: inputs of the loss, [T, K] or [T].
+    columns: inputs of the loss, [T, K] or [T]. media: images, placed in ids.
     """
 
     ids: NDArray[np.int32]
     targets: NDArray[np.int32]
     columns: Columns = dataclasses.field(default_factory=dict)
+    media: tuple[MediaHandle, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +80,7 @@ class Prompt:
     """
 
     ids: list[int]
+    media: tuple[MediaHandle, ...] = ()
     sampling: SamplingParams
     seed: int
     num_samples: int = 1
@@ -210,6 +212,17 @@ class _Trained(FSDPEngine):
         a_rH, b_Vr = torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs], 1)
         return a_rH, b_Vr, torch.cat(scale_Nr, 1).to(self.device)
 
+    def decode(self, media: Iterable[MediaHandle]) -> None:
+        """Read the pixels of images, which stay in memory for the passes. Raises MediaError for a damaged one."""
+        for handle in media:
+            assert self._vision is not None
+            self._vision.pixels(handle)
+
+    def image_places(self, media: Iterable[MediaHandle]) -> list[int]:
+        """List the places of images' tokens among the tokens that they are placed in."""
+        spans = [(handle.starts[0], self._vision.num_tokens(handle)) for handle in media if self._vision is not None]
+        return [place for start, count in spans for place in range(start, start + count)]
+
     def _owners(self, rows: Sequences) -> Tensor | None:
         return rows.owner_B if isinstance(rows, _Pass) else None
 
@@ -328,6 +341,7 @@ class Engines:
         Several requests share the pass, whole or not at all. Raises FloatingPointError where a number of a pass that
         models share is not finite: compute each alone.
         """
+        self._train.decode(handle for each in asked for row in each.rows for handle in row.media)
         recorded, models = _Recorded(asked), list(dict.fromkeys(each.model for each in asked))
         owners = [models.index(each.model) for each in asked for _ in each.rows]
         batch, adapters = (
@@ -360,6 +374,7 @@ class Engines:
 
         None where a request was cancelled.
         """
+        self._train.decode(handle for _, _, prompt in asked for handle in prompt.media)
         adapters = {folder: None if folder is None else self._snapshot(folder) for _, folder, _ in asked}
         if len(adapters) > 1 and not all(each is None or each.is_finite() for each in adapters.values()):
             raise FloatingPointError(_NOT_FINITE)
@@ -400,31 +415,36 @@ class Engines:
         length = len(prompt.ids)
         if not (prompt.scored or prompt.topk or prompt.topk_sampled or prompt.targets is not None):
             return Answer(samples=samples)
-        first = length - prompt.last if prompt.last else 1
+        first, unscored = length - prompt.last if prompt.last else 1, self._train.image_places(prompt.media)
         log_probs = topk = targets = sampled = None
         with self._train.adapted([adapter], prompt.seed) as model:
             if prompt.scored or prompt.topk:  # nothing comes before the first token
                 empty = np.zeros(0, np.float32), np.zeros((0, prompt.topk), np.int32), np.zeros((0, prompt.topk))
                 texts = [np.asarray(prompt.ids, np.int32)] if length > 1 else []
-                own, ids, values = self._likeliest(model, texts, prompt.topk)[0] if texts else empty
-                log_probs = _behind(own, first, np.nan) if prompt.scored else None
-                topk = (_behind(ids, first, 0), _behind(values, first, -99999.0)) if prompt.topk and texts else None
+                own, ids, values = self._likeliest(model, texts, prompt.media, prompt.topk)[0] if texts else empty
+                log_probs = _behind(own, first, unscored, np.nan) if prompt.scored else None
+                if prompt.topk and texts:
+                    topk = _behind(ids, first, unscored, 0), _behind(values, first, unscored, -99999.0)
             if prompt.topk_sampled:
                 whole = [np.concatenate([np.asarray(prompt.ids, np.int32), sample[0]]) for sample in samples]
-                found = self._likeliest(model, whole, prompt.topk_sampled)
+                found = self._likeliest(model, whole, prompt.media, prompt.topk_sampled)
                 sampled = [(ids[length - 1 :], values[length - 1 :]) for _, ids, values in found]
             if prompt.targets is not None:
                 wanted = prompt.targets
-                row = Row(ids=np.asarray(prompt.ids[:-1], np.int32), targets=wanted.clip(min=0).astype(np.int32))
+                ids, chosen = np.asarray(prompt.ids[:-1], np.int32), wanted.clip(min=0).astype(np.int32)
+                row = Row(ids=ids, targets=chosen, media=prompt.media)
                 found = self._train.forward(_batch([row]), want=frozenset({_CHOSEN}), rule=self._train.rule)
                 targets = np.where(wanted >= 0, found[_CHOSEN].numpy(), np.float32(0)).astype(np.float32)
         return Answer(samples=samples, log_probs=log_probs, topk=topk, topk_sampled=sampled, targets=targets)
 
     def _likeliest(
-        self, model: PolicyModel, texts: Sequence[NDArray[np.int32]], k: int
+        self, model: PolicyModel, texts: Sequence[NDArray[np.int32]], media: tuple[MediaHandle, ...], k: int
     ) -> list[tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.float32]]]:
-        """Compute, of tokens 1.. of each text, the log-prob [T - 1], and the k likeliest ids with theirs [T - 1, k]."""
-        rows = [Row(ids=text[:-1], targets=text[1:, None]) for text in texts]
+        """Compute, of tokens 1.. of each text, the log-prob [T - 1], and the k likeliest ids with theirs [T - 1, k].
+
+        media: images of all texts.
+        """
+        rows = [Row(ids=text[:-1], targets=text[1:, None], media=media) for text in texts]
         model.top_k = k
         want = frozenset({"log_probs", TOP_LOG_PROBS, TOP_IDS} if k else {"log_probs"})
         found = self._train.forward(_batch(rows), want=want, rule=self._train.rule)
@@ -437,14 +457,16 @@ class Engines:
 
 def _requests(name: str, prompt: Prompt) -> list[GenerationRequest]:
     """Make the sampler's requests, one for each sample."""
-    asked = {"prompt_ids": prompt.ids, "sampling": prompt.sampling}
+    asked: dict[str, Any] = {"prompt_ids": prompt.ids, "sampling": prompt.sampling, "media": prompt.media}
     seeds = [request_seed(prompt.seed, i) for i in range(prompt.num_samples)]
     return [GenerationRequest(request_id=f"{name}/{i}", seed=seed, **asked) for i, seed in enumerate(seeds)]
 
 
-def _behind(part: NDArray[Any], first: int, nothing: float) -> NDArray[Any]:
-    """Numbers of tokens 1.. at the places of all tokens, with what stands for nothing before `first`."""
-    return np.concatenate([np.full((first, *part.shape[1:]), nothing, part.dtype), part[first - 1 :]])
+def _behind(part: NDArray[Any], first: int, unscored: list[int], nothing: float) -> NDArray[Any]:
+    """Numbers of tokens 1.. at the places of all tokens, with what stands for nothing before `first` and in images."""
+    found = np.concatenate([np.full((first, *part.shape[1:]), nothing, part.dtype), part[first - 1 :]])
+    found[unscored] = nothing
+    return found
 
 
 def _batch(rows: Sequence[Row], owners: Sequence[int] | None = None) -> _Pass:
@@ -476,6 +498,7 @@ def _batch(rows: Sequence[Row], owners: Sequence[int] | None = None) -> _Pass:
         response_ids_T=column([np.append(row.ids[1:], row.targets[-1, 0]) for row in rows], torch.int32),
         response_length_B=torch.tensor(lengths),
         response_mask_T=torch.ones(total, dtype=torch.bool),
+        media=[[*row.media] for row in rows] if any(row.media for row in rows) else None,
         group_B=torch.arange(len(rows)),
         advantages_T=torch.zeros(total) if advantages is None else advantages,
         weights_T=given("weights", (width,)),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +13,9 @@ from numpy.typing import NDArray
 
 from verl_like.config.serve import ServeConfig
 from verl_like.plugins.tinker_server import bodies
+from verl_like.plugins.tinker_server.bodies import Refused
 from verl_like.plugins.tinker_server.engine import Prompt
-from verl_like.plugins.tinker_server.wire import Refused
+from verl_like.plugins.tinker_server.images import Picture, Reader
 from verl_like.rollout.rollout_engine import SamplingParams, request_seed
 
 
@@ -33,16 +36,16 @@ class Limits:
     seed: int
     serve: ServeConfig
     shared: Mapping[str, int]  # tokens of a pass that requests share, by their kind; none: they share nothing
+    reader: Reader
 
 
 def prompt_of(asked: bodies.Sample, sampler: str, limits: Limits) -> Prompt:
     """Check and translate a request. What is random follows from numbers that are the same in every run."""
     params = asked.sampling_params
-    if any(chunk.type != "encoded_text" for chunk in asked.prompt.chunks):
-        raise Refused("prompt has an image or a sound: this server reads text alone")
     if asked.record_stability_info:
         raise Refused("record_stability_info=True is not available (loss stable_reinforce); leave it out")
-    ids = [token for chunk in asked.prompt.chunks for token in chunk.tokens]
+    found, media = limits.reader.content(map(_part, itertools.count(), asked.prompt.chunks), "prompt")
+    ids = found.tolist()
     room = limits.longest - len(ids)
     if not ids or room < 1:
         raise Refused(f"prompt has {len(ids)} tokens, where 1 to {limits.longest - 1} fit the model")
@@ -68,6 +71,7 @@ def prompt_of(asked: bodies.Sample, sampler: str, limits: Limits) -> Prompt:
     most = min(params.max_tokens or room, room)
     return Prompt(
         ids=ids,
+        media=media,
         sampling=SamplingParams(max_tokens=most, stop=words, stop_token_ids=ends, **shape),
         seed=request_seed(limits.seed, *(drawn if params.seed is None else ("given", params.seed))),
         num_samples=asked.num_samples,
@@ -77,6 +81,18 @@ def prompt_of(asked: bodies.Sample, sampler: str, limits: Limits) -> Prompt:
         topk_sampled=asked.topk_sample_logprobs,
         targets=targets,
     )
+
+
+def _part(number: int, chunk: bodies.Chunk) -> NDArray[np.int32] | Picture:
+    place = f"prompt.chunks[{number}]"
+    try:
+        if chunk.type == "encoded_text":
+            return np.asarray(chunk.tokens, np.int32)
+        if chunk.type == "image":
+            return Picture(data=base64.b64decode(chunk.data, validate=True), expected=chunk.expected_tokens)
+    except (ValueError, OverflowError) as error:
+        raise Refused(f"{place}: {error}") from error
+    raise Refused(f"{place}.type={chunk.type!r} is not available: send text, or the bytes of an image")
 
 
 def _targets(asked: bodies.Targets, length: int, vocabulary: int) -> NDArray[np.int64]:

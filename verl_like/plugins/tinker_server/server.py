@@ -16,8 +16,9 @@ from typing import Any
 from aiohttp import web
 
 from verl_like.plugins.tinker_server import bodies
+from verl_like.plugins.tinker_server.bodies import Refused
 from verl_like.plugins.tinker_server.service import Service
-from verl_like.plugins.tinker_server.wire import PROTOBUF, Refused
+from verl_like.plugins.tinker_server.wire import PROTOBUF
 
 logger = logging.getLogger(__name__)
 EVERYONE = "everyone"  # the tenant where there are no keys

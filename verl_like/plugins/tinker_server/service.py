@@ -20,12 +20,12 @@ from typing import Any
 
 from verl_like.plugins.tinker_server import bodies, wire
 from verl_like.plugins.tinker_server.adapters import AdapterSpec
+from verl_like.plugins.tinker_server.bodies import Refused
 from verl_like.plugins.tinker_server.catalogue import Catalogue
 from verl_like.plugins.tinker_server.engine import Engines, Prompt, Work
 from verl_like.plugins.tinker_server.fair import ONE_OF_A_MODEL, FairQueue, Job, Residents
 from verl_like.plugins.tinker_server.prompts import Limits, prompt_of
 from verl_like.plugins.tinker_server.store import Record, Store
-from verl_like.plugins.tinker_server.wire import Refused
 from verl_like.rollout.rollout_engine import RolloutError, request_seed
 
 log = logging.getLogger(__name__)
@@ -440,10 +440,10 @@ class Service:
 
     async def _passes(self, jobs: list[Job]) -> list[bytes]:
         """Compute passes of one kind together. A single one has random numbers that follow from its place."""
-        asked, kind = list[Work](), jobs[0].kind
+        asked, kind, limits = list[Work](), jobs[0].kind, self.limits
         for job in jobs:
             message = wire.parsed_pass(self._body(job))
-            rows, loss, settings = wire.rows_of(message, self.limits.vocabulary, self.limits.longest)
+            rows, loss, settings = wire.rows_of(message, limits.vocabulary, limits.longest, limits.reader)
             asked.append(Work(model=job.model or "", rows=rows, loss=loss, settings=settings))
         seed = request_seed(self.limits.seed, "pass", jobs[0].seq)
         backward = kind == "forward_backward"

@@ -24,6 +24,7 @@ from verl_like.models.families import refuse_vision
 from verl_like.observe.logs import setup_driver_logging
 from verl_like.plugins.tinker_server.engine import Engines
 from verl_like.plugins.tinker_server.fair import ONE_OF_A_MODEL
+from verl_like.plugins.tinker_server.images import Reader
 from verl_like.plugins.tinker_server.prompts import Limits
 from verl_like.plugins.tinker_server.samplers import SAMPLERS
 from verl_like.plugins.tinker_server.server import application
@@ -120,7 +121,8 @@ def _problems(facts: ServeFacts) -> Iterator[str]:
     yield from problems_of(
         lambda: facts.device,
         lambda: check_models(config, facts),
-        lambda: refuse_vision(facts.hf_config, f"{_MODEL}.path={model.path}", "name a text model"),
+        lambda: facts.vision,
+        lambda: most is None or refuse_vision(facts.hf_config, f"{_ROLLOUT}.name={rollout.name}", "set it to hf"),
         lambda: facts.max_model_len,
         lambda: facts.api_keys,
     )
@@ -221,4 +223,5 @@ def limits_of(config: PPOConfig, facts: ServeFacts) -> Limits:
         seed=config.trainer.seed,
         serve=serving,
         shared=_shared(config, facts.max_model_len),
+        reader=Reader(vision=facts.vision, max_megapixels=config.data.max_image_megapixels),
     )

@@ -6,9 +6,10 @@ bytes. Arrays travel as raw bytes.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,9 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
+from verl_like.plugins.tinker_server.bodies import Refused
 from verl_like.plugins.tinker_server.engine import Answer, Row
+from verl_like.plugins.tinker_server.images import Picture, Reader
 from verl_like.plugins.tinker_server.losses import HIGH, LOSSES, LOW
 
 PROTOBUF = "application/x-protobuf"
@@ -26,7 +29,8 @@ Tensor: dense bytes 1, sparse_csr SparseCsr 2, dtype int32 3, shape int64* 4
 NamedTensor: key string 1, value Tensor 2
 EncodedText: tokens bytes 1
 Other: data bytes 1
-Chunk: encoded_text EncodedText 1, image Other 2, dmel Other 3
+Image: data bytes 1, format string 2, expected_tokens int32 3, override_dimensions Other 4
+Chunk: encoded_text EncodedText 1, image Image 2, dmel Other 3
 Datum: model_input Chunk* 1, loss_fn_inputs NamedTensor* 2, model_input_spans Other* 3
 Number: key string 1, value double 2
 Setting: number double 1, text string 2
@@ -68,14 +72,6 @@ def _classes() -> dict[str, Any]:
 MESSAGES = _classes()
 
 
-class Refused(ValueError):
-    """Request that is not taken. status: of HTTP, where it has no future to fail."""
-
-    def __init__(self, text: str, status: int = 400) -> None:
-        super().__init__(text)
-        self.status = status
-
-
 def parsed_pass(body: bytes) -> Any:
     """Read a forward_backward body as far as model_id and seq_id can be relied on. Raises Refused for anything else."""
     message = MESSAGES["Pass"]()
@@ -88,7 +84,7 @@ def parsed_pass(body: bytes) -> Any:
     return message
 
 
-def rows_of(message: Any, vocabulary: int, longest: int) -> tuple[list[Row], str, dict[str, float]]:
+def rows_of(message: Any, vocabulary: int, longest: int, reader: Reader) -> tuple[list[Row], str, dict[str, float]]:
     """Check a pass: (rows, loss, its settings).
 
     vocabulary: ids of the tokenizer. longest: tokens of a row. Raises Refused for what cannot be computed.
@@ -108,16 +104,20 @@ def rows_of(message: Any, vocabulary: int, longest: int) -> tuple[list[Row], str
         settings[key] = value
     if not message.data:
         raise Refused("data is empty: give one datum at least")
-    rows = [_row(datum, f"data[{i}]", loss.inputs, name, vocabulary, longest) for i, datum in enumerate(message.data)]
+    rows = []
+    for i, datum in enumerate(message.data):
+        place = f"data[{i}].model_input"
+        ids, media = reader.content(_parts(datum.model_input, place), place)
+        if not 1 <= len(ids) <= longest:
+            raise Refused(f"{place} has {len(ids)} tokens, where 1 to {longest} fit the model")
+        row = _row(datum, f"data[{i}]", loss.inputs, name, vocabulary, ids)
+        rows.append(dataclasses.replace(row, media=media))
     if len({tuple(sorted(row.columns)) for row in rows}) > 1:
         raise Refused(f"data: the loss_fn_inputs of all rows must have the same names for loss_fn={name}")
     return rows, name, settings
 
 
-def _row(datum: Any, place: str, needed: Sequence[str], loss: str, vocabulary: int, longest: int) -> Row:
-    ids = _input_ids(datum.model_input, place)
-    if not 1 <= len(ids) <= longest:
-        raise Refused(f"{place}.model_input has {len(ids)} tokens, where 1 to {longest} fit the model")
+def _row(datum: Any, place: str, needed: Sequence[str], loss: str, vocabulary: int, ids: NDArray[np.int32]) -> Row:
     inputs = {each.key: _tensor(each.value, f"{place}.loss_fn_inputs.{each.key}") for each in datum.loss_fn_inputs}
     targets = inputs.pop("target_tokens", None)
     if targets is None or targets.dtype != np.int64:
@@ -148,13 +148,18 @@ def _row(datum: Any, place: str, needed: Sequence[str], loss: str, vocabulary: i
     return Row(ids=ids, targets=targets.astype(np.int32), columns=columns)
 
 
-def _input_ids(chunks: Any, place: str) -> NDArray[np.int32]:
-    for chunk in chunks:
-        if not chunk.HasField("encoded_text"):
-            raise Refused(f"{place}.model_input has an image or a sound: this server reads text alone")
-        if len(chunk.encoded_text.tokens) % 4:
-            raise Refused(f"{place}.model_input: the tokens of a chunk are not whole 32-bit numbers")
-    return np.frombuffer(b"".join(chunk.encoded_text.tokens for chunk in chunks), np.int32)
+def _parts(chunks: Any, place: str) -> Iterator[NDArray[np.int32] | Picture]:
+    for number, chunk in enumerate(chunks):
+        if chunk.HasField("image"):
+            if chunk.image.HasField("override_dimensions"):
+                raise Refused(f"{place}.chunks[{number}].override_dimensions is not available: scale the image before")
+            yield Picture(data=chunk.image.data, expected=chunk.image.expected_tokens or None)
+        elif not chunk.HasField("encoded_text"):
+            raise Refused(f"{place}.chunks[{number}] is neither text nor an image")
+        elif len(chunk.encoded_text.tokens) % 4:
+            raise Refused(f"{place}: the tokens of a chunk are not whole 32-bit numbers")
+        else:
+            yield np.frombuffer(chunk.encoded_text.tokens, np.int32)
 
 
 def _tensor(message: Any, place: str) -> NDArray[Any]:

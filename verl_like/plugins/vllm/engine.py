@@ -24,7 +24,7 @@ from verl_like.models.cost import ModelCost
 from verl_like.models.loading import as_sent
 from verl_like.models.lora import adapters_apart, is_adapter
 from verl_like.models.routes import continued, route_type
-from verl_like.plugins.vllm import compat, drafts, lora, reader, routes, versions, vision
+from verl_like.plugins.vllm import compat, drafts, lora, models, reader, routes, versions, vision
 from verl_like.registry import part
 from verl_like.remote_storage import local_folder
 from verl_like.rollout.base import SLEEPERS, EngineSpec, SteppedRolloutEngine
@@ -64,9 +64,13 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
         self._sleep_mode = rollout.free_cache_engine and process.device.type == "cuda"  # vLLM on CPU has none
         sizes = (self.dtype, self.max_model_len, seed)
         kwargs = engine_arguments(rollout, model, *sizes, sleep_mode=self._sleep_mode, tokenizer=spec.tokenizer)
+        if fields := models.missing_fields(spec.hf_config):
+            kwargs["hf_overrides"] = fields | kwargs.get("hf_overrides", {})
         if self._vision is not None:
             kwargs |= vision.engine_options(rollout.limit_images)
             vision.prepare()
+        for architecture in spec.hf_config.architectures or ():
+            vision.let_text_in(architecture)
         if process.device.type == "cpu" and self.dtype != torch.bfloat16 and hasattr(spec.hf_config, "kv_lora_rank"):
             kwargs.setdefault("attention_backend", "CPU_MLA")  # a CPU with AMX would get the kernels of bfloat16
         if options["routes"] and process.device.type == "cuda":
@@ -86,9 +90,9 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
             self._routes = way(self._llm, self._model, kind)
         self.proposer: drafts.Proposer | None = None
         if rollout.speculative.method != "none":
-            self.proposer = compat.proposer_of(self._llm)
+            self.proposer = proposer = compat.proposer_of(self._llm)
             cost = ModelCost.of(spec.hf_config, trust_remote_code=model.trust_remote_code)
-            self.proposer.lookup = part("drafts", "lookup")(rollout.speculative, fixed_tokens(cost, process.device))
+            proposer.lookup = part("drafts", "lookup")(rollout.speculative, fixed_tokens(cost, process.device))
         if self.tokenizer_size < self.vocab_size:
             compat.mask_logits(self._model, self.tokenizer_size)
         self._tp = tp

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 def fused_parts(model: nn.Module) -> dict[str, list[str]]:
     """Map modules that hold several Hugging Face modules to these, e.g. qkv_proj: [q_proj, k_proj, v_proj]."""
-    found: dict[str, list[str]] = {}
+    found = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}  # StableLM says none
     for module in model.modules():  # of a vision-language model, the language model's own
         found |= getattr(module, "packed_modules_mapping", None) or {}
     if hasattr(model, "visual"):
@@ -56,8 +56,11 @@ def unpacked_linear(module: nn.Module) -> Tensor | None:
     """Unpack the weight [outputs, inputs] that a linear layer on CPU computes with; None without a packed copy.
 
     The kernel's own format is opaque. What it makes of the identity is the weight, bit for bit: each output is one
-    product with 1 and sums of 0 (only -0 becomes 0).
+    product with 1 and sums of 0 (only -0 becomes 0). Of a convolution [channels, 1, width]: in bfloat16 it is packed.
     """
+    if hasattr(module, "_cpu_unpacked_conv_weight"):  # not read itself: nothing computes with that copy
+        packed_CW: Any = module._parameters["weight"]
+        return _unpacked(packed_CW.detach()[None], _CONVOLUTION).permute(1, 0, 2)
     linear: Any = vars(module).get("cpu_linear")
     weight = module._parameters["weight"]
     if linear is None or weight is None or weight.is_meta:
@@ -70,6 +73,7 @@ def unpacked_linear(module: nn.Module) -> Tensor | None:
 
 
 _IDENTITY_ROWS = 1024
+_CONVOLUTION = "convolution"
 
 
 def unpacked_experts(module: nn.Module) -> tuple[Tensor, Tensor] | None:
@@ -94,12 +98,16 @@ def _unpacked(packed_EON: Tensor, isa: str) -> Tensor:
 @functools.lru_cache(maxsize=16)
 def _packed_order(shape: torch.Size, dtype: torch.dtype, isa: str) -> Tensor:
     """Find the origin of each number of a packed matrix: numbered matrices, packed 15 bits at a time (no NaN)."""
-    from vllm._custom_ops import cpu_prepack_moe_weight
+    import vllm._custom_ops as ops
+
+    def pack(matrix: Tensor) -> Tensor:
+        packs: Any = ops.causal_conv1d_weight_pack  # which 0.26 does not have
+        return packs(matrix) if isa == _CONVOLUTION else ops.cpu_prepack_moe_weight(matrix[None], isa)
 
     with torch.inference_mode(False):
         bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
         number, order = torch.arange(shape.numel()), torch.zeros(shape.numel(), dtype=torch.int64)
         for shift in range(0, number.numel().bit_length(), 15):
-            digits = ((number >> shift) & 0x7FFF).to(bits).view(dtype).view(1, *shape)
-            order |= cpu_prepack_moe_weight(digits, isa).view(bits).flatten().to(torch.int64) << shift
+            digits = ((number >> shift) & 0x7FFF).to(bits).view(dtype).view(shape)
+            order |= pack(digits).view(bits).flatten().to(torch.int64) << shift
         return order

@@ -26,6 +26,8 @@ _MODELS = {  # vLLM's module of each architecture
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
     "Qwen3VLForConditionalGeneration": "qwen3_vl",
 }
+# Text models in modules of models that see
+_BESIDE: dict[str, str] = dict.fromkeys(("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"), "qwen3_5")
 _MANY = 64  # images of a prompt, where nobody has set a limit
 _STAND_INS = [
     "torchvision",
@@ -70,6 +72,17 @@ def prepare() -> None:
                 info=NoProcessing, processor=_NoProcessor, dummy_inputs=lambda info: info
             )
             registry.register_model(name, model)  # as a class: a name is inspected in another process, without all this
+
+
+def let_text_in(architecture: str) -> None:
+    """Register a text model whose module imports image processors, before vLLM looks for it in another process."""
+    if (module := _BESIDE.get(architecture)) is not None:
+        import vllm
+
+        registry: Any = getattr(vllm, "ModelRegistry")  # noqa: B009 (see above)
+        with _torchvision():
+            found = importlib.import_module(f"vllm.model_executor.models.{module}")
+        registry.register_model(architecture, getattr(found, architecture))
 
 
 class _NoProcessor:

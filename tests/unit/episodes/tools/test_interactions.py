@@ -181,9 +181,10 @@ NATIVE = """
 """
 
 
-@pytest.mark.parametrize("version", ["0.5.0", "0.7.0", "0.7.0 on its own base class"])
+@pytest.mark.parametrize("version", ["0.5.0", "0.7.0", "0.7.0 on its own base class", "stand-in"])
 def test_verls_user_for_gsm8k(tmp_path: Path, unpack: Callable[..., None], version: str) -> None:
-    unpack(version.partition(" ")[0], "interactions/gsm8k_interaction.py")
+    if version != "stand-in":
+        unpack(version.partition(" ")[0], "interactions/gsm8k_interaction.py")
     if "own" in version:
         unpack("0.7.0", "interactions/base.py")
     config = write(tmp_path, "users.yaml", NATIVE.format(file="gsm8k_interaction", kind="Gsm8kInteraction"))

@@ -172,6 +172,15 @@ def test_schemas_of_all_kinds_are_known_in_the_trainer_without_its_importing_any
     assert not {"my_tools", "functions", "game", "verl.tools.base_tool"} & set(sys.modules)
 
 
+def test_arguments_that_no_tool_is_given_are_told_once(box: Toolbox, caplog: pytest.LogCaptureFixture) -> None:
+    for session in ("first", "second"):
+        box.begin(session, row(tools_kwargs={"addd": {}, "add": {"create_kwarg": {"x": 1}, "execute_kwargs": {}}}))
+        box.end(session).result(20)
+    assert (
+        caplog.text.count("tools_kwargs names 'addd'") == caplog.text.count("tools_kwargs.add has 'create_kwarg'") == 1
+    )
+
+
 def test_a_row_selects_tools(box: Toolbox, caplog: pytest.LogCaptureFixture) -> None:
     assert box.schemas_for(row()) == box.schemas
     assert names(box.schemas_for(row(tool_selection=["shout", "add", "shout", "nothing"]))) == ["shout", "add"]

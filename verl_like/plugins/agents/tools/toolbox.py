@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # it brings torch
 
 logger = logging.getLogger(__name__)
 _SHOWN_CHARS = 200
+_STEPS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 
 
 class Toolbox:
@@ -150,6 +151,13 @@ class Toolbox:
         selection = row.extra_info.get("tool_selection")
         if row.extra_info.get("need_tools_kwargs") and not row.extra_info.get("tools_kwargs"):
             self._warn_once("rows with extra_info.need_tools_kwargs have no extra_info.tools_kwargs")
+        given = row.extra_info.get("tools_kwargs")
+        for name, settings in given.items() if isinstance(given, dict) else ():
+            if name not in self._schemas:
+                self._warn_once(f"extra_info.tools_kwargs names {name!r}, which is none of {list(self._schemas)}")
+            for step in settings if isinstance(settings, dict) else ():
+                if step not in _STEPS:
+                    self._warn_once(f"extra_info.tools_kwargs.{name} has {step!r}, which is none of {_STEPS}")
         if selection is None or len(selection) == 0:
             return tuple(self._schemas)
         for name in selection:

@@ -1,0 +1,65 @@
+"""Model types as vLLM (0.32) knows them: what its CPU build lacks, and what it reads of a config that may not be there.
+
+docs/models.md says what was run; tests write its table from what is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from verl_like.config import RolloutConfig
+
+# Types that its CPU build cannot run, or whose log-probs are not the trainer's there
+NOT_ON_CPU: dict[str, str] = {
+    "cohere2": "vLLM's window is a token longer than transformers'",
+    "phi": "vLLM's head has no bias",
+    "gpt_neox": "vLLM's CPU build crashes: its attention takes no slices of fused queries, keys and values",
+    "gpt_oss": "vLLM's CPU build has no kernel for its experts",
+    "jamba": "vLLM's CPU build has no kernel for Mamba 1",
+    "minimax_m2": "vLLM's CPU build has no routers with sigmoid scores of its kind",
+    "bamba": "vLLM has no model of it any more",
+    **dict.fromkeys(
+        ("qwen3_5", "qwen3_5_moe", "qwen3_vl_moe", "gemma3", "mistral3"),
+        "vLLM asks for torchvision, which it lacks on a CPU",
+    ),
+}
+# Fields that it reads and transformers' class does not have: files on the hub do, folders that transformers made do not
+_FIELDS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "lfm2": lambda config: {"conv_dim": config.hidden_size, "block_dim": config.hidden_size},
+    "deepseek_v3": lambda config: {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+}
+_DELTA_HEADS = (64, 128)  # sizes that its CPU kernel of the delta rule is made for
+
+
+def require_model(rollout: RolloutConfig, config: PretrainedConfig, device_type: str) -> None:
+    """Check that vLLM can run a model of this type on this device. Raises ValueError, naming key and fix, otherwise."""
+    if device_type != "cpu":
+        return
+    name, section, text = config.model_type, "actor_rollout_ref.rollout", config.get_text_config()
+    if name in NOT_ON_CPU:
+        raise ValueError(
+            f"{section}.name=vllm on device cpu, with a model of type {name!r}: {NOT_ON_CPU[name]}; set name=hf"
+        )
+    if "linear_attention" not in (getattr(text, "layer_types", None) or ()):
+        return
+    if rollout.dtype != "bfloat16":
+        raise ValueError(
+            f"{section}.dtype={rollout.dtype} with name=vllm on device cpu: vLLM's CPU build computes the delta rule "
+            f"of a model of type {name!r} in bfloat16 alone; set dtype=bfloat16, or name=hf"
+        )
+    sizes = text.linear_key_head_dim, text.linear_value_head_dim
+    if sizes[0] not in _DELTA_HEADS or sizes[1] != sizes[0]:
+        raise ValueError(
+            f"{section}.name=vllm on device cpu: vLLM's kernel for the delta rule takes keys and values of one size, "
+            f"{' or '.join(map(str, _DELTA_HEADS))}, and this model of type {name!r} has "
+            f"linear_key_head_dim={sizes[0]} and linear_value_head_dim={sizes[1]}; set name=hf"
+        )
+
+
+def missing_fields(config: PretrainedConfig) -> dict[str, Any]:
+    """List what vLLM must be told of a model beside its config.json, by field: what transformers computes by."""
+    fields, known = _FIELDS.get(config.model_type), config.to_dict()
+    return {} if fields is None else {name: value for name, value in fields(config).items() if name not in known}
