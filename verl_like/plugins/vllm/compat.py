@@ -236,10 +236,8 @@ def _constrain_no_drafts() -> None:
     """Leave the logits of no drafts as they are, in a step in which no row has any: vLLM 0.32's top_k fails on them."""
     from vllm.v1.sample import rejection_sampler
 
-    constrain = rejection_sampler.apply_sampling_constraints
-    rejection_sampler.apply_sampling_constraints = lambda logits, *args: (
-        constrain(logits, *args) if len(logits) else logits
-    )
+    some = rejection_sampler.apply_sampling_constraints
+    rejection_sampler.apply_sampling_constraints = lambda logits, *args: some(logits, *args) if len(logits) else logits
 
 
 def _do_not_compile_token_ranks() -> None:
