@@ -92,7 +92,7 @@ ALLOWED: dict[str, set[str]] = {
     "plugins.tinker_server": PLUGIN_LEVEL
     | {"checkpoint", "cluster", "engine", "observe", "parallel", "plugins.vllm", "trainer"},
     "plugins.sglang": {"config", "models", "remote_storage", "rollout"},
-    "plugins.vllm": {"config", "models", "remote_storage", "rollout"},
+    "plugins.vllm": {"config", "models", "registry", "remote_storage", "rollout"},
     "plugins": set(),
     "kit": set(),
     **dict.fromkeys(("kit.coming_from", "kit.data_view", "kit.datasets", "kit.docs", "kit.evaluation"), KIT_LEVEL),

@@ -37,8 +37,8 @@ class EngineKind:
     quantisations: values of rollout.quantization; unquantised: why there are none, where it could be asked.
     adapter_rank: the largest LoRA rank that it keeps apart from the weights; None: any.
     adapts_experts: it keeps adapters of experts and routers apart.
-    drafts: it can guess tokens ahead (speculative decoding) by its own means.
-    guesses: it takes guesses of ours (rollout.speculative), and draws the same tokens with them.
+    guesses: it takes guesses of ours (rollout.speculative).
+    proposer: whom its own speculative path asks for them, as it spells a class; None: it has none.
     whole_prompts: without chunked prefill max_num_batched_tokens must hold a whole sequence.
     records_routes: it records the experts that it chooses for each token of a mixture of experts.
     first_apart: the first token of use_fire_sampling is a request of its own.
@@ -69,8 +69,8 @@ class EngineKind:
     unquantised: str = ""
     adapter_rank: int | None = None
     adapts_experts: bool = False
-    drafts: bool = False
     guesses: bool = False
+    proposer: str | None = None
     whole_prompts: bool = False
     records_routes: bool = False
     first_apart: bool = False
@@ -92,7 +92,8 @@ ENGINES = {
         rows_of_tokens=True,
         quantisations=("fp8",),
         adapter_rank=512,  # the largest max_lora_rank (vllm.config.lora)
-        drafts=True,
+        guesses=True,
+        proposer=f"{_VLLM}.drafts.Proposer",
         whole_prompts=True,
         records_routes=True,
         first_apart=True,

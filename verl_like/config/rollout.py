@@ -222,12 +222,12 @@ class SpeculativeConfig(ConfigNode):
 
     method: str = key("none", one_of("none", "ngram", "history"))
     """Where guesses come from. ngram: what followed a response's last tokens before, in prompt and response; history
-    (name=hf): also in the responses of its group under way, and in those of the same row in earlier epochs. none: no
-    guesses."""
-    max_tokens: int = key(8, at_least(1), unit="tokens", idle="method is none")
+    (name=hf or vllm): also in the responses of its group under way, and in those of the same row in earlier epochs.
+    none: no guesses."""
+    max_tokens: int = key(8, between(1, 128), unit="tokens", idle="method is none")
     """Most tokens guessed ahead of each row."""
     min_similarity: float = key(0.3, above(0), between(0, 1), unit="probability", idle="method is none")
-    """Guess on while the chance to be right, by what was right before, is at least so much. On the hf engine alone."""
+    """Guess on while the chance to be right, by what was right before, is at least so much."""
     history_megabytes: int = key(256, at_least(1), unit="MB", idle="method is not history")
     """Memory for earlier responses, in the driver and in checkpoints; the oldest go first."""
 
@@ -390,12 +390,13 @@ class RolloutConfig(ConfigNode):
 
     @property
     def own_drafts(self) -> Any:
-        """Settings of speculative decoding by vLLM's own means, as it spells them; None: it guesses nothing."""
-        if not self.engine.drafts:
+        """Settings of vLLM's speculative path, as it spells them; None: it guesses nothing."""
+        if self.engine.proposer is None:
             return None
-        if self.speculative.method != "ngram":
+        if self.speculative.method == "none":
             return self.engine_kwargs.vllm.get("speculative_config")
-        return {"method": "ngram", "num_speculative_tokens": self.speculative.max_tokens, "prompt_lookup_max": 4}
+        most = self.speculative.max_tokens
+        return {"method": "custom_class", "model": self.engine.proposer, "num_speculative_tokens": most}
 
 
 def reads_text(rollout: RolloutConfig) -> bool:

@@ -65,7 +65,7 @@ def require_model(rollout: RolloutConfig, hf_config: PretrainedConfig, device_ty
 
 
 def require_plain_cache(rollout: RolloutConfig, hf_config: PretrainedConfig) -> None:
-    """Check that the hf engine can take back what it computed for guesses that were wrong.
+    """Check that the engine can take back what it computed for guesses that were wrong.
 
     Raises ValueError otherwise.
     """
@@ -76,6 +76,8 @@ def require_plain_cache(rollout: RolloutConfig, hf_config: PretrainedConfig) -> 
     if sees(hf_config):
         raise ValueError(f"{key}: not built for models that see images; use method=none")
     layers = hf_cache.new_cache(hf_config.get_text_config()).layers
+    if rollout.engine.proposer is not None:  # its cache has pages, from which tokens of windows can be taken back
+        layers = [layer for layer in layers if not layer.is_sliding]
     if other := sorted({type(layer).__name__ for layer in layers} - {hf_cache.GrowingLayer.__name__}):
         raise ValueError(
             f"{key}: layers of this model keep windows or states ({', '.join(other)}), from which tokens cannot be "

@@ -40,16 +40,12 @@ from verl_like.rollout.hf_batch import Batch
 from verl_like.rollout.int8 import Int8Linear, quantise_linears
 from verl_like.rollout.rng import preserve_rng
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, Sampled, WeightLoadError
-from verl_like.rollout.rows import Proposer, Row
+from verl_like.rollout.rows import Proposer, Row, fixed_tokens
 from verl_like.rollout.step_loop import StepLoop
 
 log = logging.getLogger(__name__)
 
 _ORDER = attrgetter("order")
-# What a decode step costs for any number of rows, and for each token: on a GPU weights are read (in tokens); on a CPU
-# also modules are called (in operations of a layer, at 50 GFLOP/s and 10 GB/s; docs/rollout.md).
-_FIXED_TOKENS = 300.0
-_LAYER_OPERATIONS, _WEIGHT_OPERATIONS, _TOKEN_OPERATIONS = 4e7, 20.0, 5e5
 
 
 class HFRolloutEngine(SteppedRolloutEngine):
@@ -91,7 +87,9 @@ class HFRolloutEngine(SteppedRolloutEngine):
         self._batches: list[Batch] = []  # one, unless the model's caches cannot be joined (hf_batch.py)
         self.proposer: Proposer | None = None
         if rollout.speculative.method != "none":
-            self.proposer = part("drafts", "lookup")(rollout.speculative, self._fixed_tokens())
+            self.proposer = part("drafts", "lookup")(
+                rollout.speculative, fixed_tokens(ModelCost.count(self._module), self._device)
+            )
         self.prefilled_tokens = 0
         """Tokens of prompts, and of responses that were begun before, that were computed since the start: equal ones of
         rows that are taken up together once."""
@@ -249,14 +247,6 @@ class HFRolloutEngine(SteppedRolloutEngine):
         logits_bwV = self._logits(ids_bw, batch.widen(columns), batch, None, keep=columns)
         taken = batch.sample_ahead(logits_bwV, drafts, self._sampling_version, self._tokenizer)
         batch.settle(taken, columns)
-
-    def _fixed_tokens(self) -> float:
-        """Tokens of one row that are as much work as what a decode step does for any number of rows."""
-        if self._device.type != "cpu":
-            return _FIXED_TOKENS
-        cost = ModelCost.count(self._module)
-        weights = (cost.body_weights + cost.head_weights) / len(cost.windows)  # of a layer
-        return (_LAYER_OPERATIONS + _WEIGHT_OPERATIONS * weights) / (_TOKEN_OPERATIONS + 2 * weights)
 
     def _forward(
         self,

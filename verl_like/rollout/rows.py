@@ -16,10 +16,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from verl_like.models.cost import ModelCost
 from verl_like.rollout.rollout_engine import Completion, FinishReason, GenerationRequest, Sampled, SamplingParams
 from verl_like.rollout.sampling import completes_stop, draw, filtered_log_probs, shape_logits
 
 _SEED_MASK = 2**63 - 1
+# What a decode step costs for any number of rows, and for each token: on a GPU weights are read (in tokens); on a CPU
+# also modules are called (in operations of a layer, at 50 GFLOP/s and 10 GB/s; docs/rollout.md).
+_FIXED_TOKENS = 300.0
+_LAYER_OPERATIONS, _WEIGHT_OPERATIONS, _TOKEN_OPERATIONS = 4e7, 20.0, 5e5
 
 
 @dataclass(slots=True, eq=False)
@@ -97,12 +102,28 @@ class Row:
         )
 
 
+class Drafted(Protocol):
+    """Response under way, as far as its next tokens are guessed from it. drafting: what the proposer keeps of it."""
+
+    request: GenerationRequest
+    token_ids: list[int]
+    drafting: Any
+
+
 class Proposer(Protocol):
     """Guesses the next tokens of rows that an engine decodes together (`rollout.speculative`)."""
 
-    def propose(self, rows: Sequence[Row]) -> list[list[int]]:
+    def propose(self, rows: Sequence[Drafted]) -> list[list[int]]:
         """Return drafts of each row, often none; called before each decode step."""
         ...
+
+
+def fixed_tokens(cost: ModelCost, device: torch.device) -> float:
+    """Tokens of one row that are as much work as what a decode step does for any number of rows."""
+    if device.type != "cpu":
+        return _FIXED_TOKENS
+    weights = (cost.body_weights + cost.head_weights) / len(cost.windows)  # of a layer
+    return (_LAYER_OPERATIONS + _WEIGHT_OPERATIONS * weights) / (_TOKEN_OPERATIONS + 2 * weights)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

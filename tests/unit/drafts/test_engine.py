@@ -17,6 +17,7 @@ from tests.unit.rollout.tiny import TOKENIZER_SIZE, hf_engines, single_process, 
 from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.config.rollout import RolloutName, SpeculativeConfig
 from verl_like.parallel.dist import shutdown_distributed
+from verl_like.plugins.vllm.drafts import Proposer
 from verl_like.plugins.vllm.engine import engine_arguments
 from verl_like.rollout.build import require_plain_cache
 from verl_like.rollout.hf import HFRolloutEngine
@@ -157,10 +158,10 @@ def test_equal_runs_guess_equally(make: Make) -> None:
     assert counts[0] == counts[1] and sum(kept for _, kept in counts[0]) > 0
 
 
-def test_vllm_takes_ngram_by_its_own_means(tmp_path: Path) -> None:
-    """The key is read there too: its arguments are vLLM's own, and nothing is guessed twice."""
-    spelled = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}
-    rollout = RolloutConfig(speculative=SpeculativeConfig(method="ngram", max_tokens=5))
+@pytest.mark.parametrize("method", ["ngram", "history"])
+def test_vllm_asks_our_proposer(tmp_path: Path, method: str) -> None:
+    spelled = {"method": "custom_class", "model": f"{Proposer.__module__}.Proposer", "num_speculative_tokens": 5}
+    rollout = RolloutConfig(speculative=SpeculativeConfig(method=method, max_tokens=5))
     tiny_config().save_pretrained(tmp_path)
     model = ModelConfig(path=str(tmp_path))
     assert engine_arguments(rollout, model, torch.float32, 64, 1, sleep_mode=False)["speculative_config"] == spelled

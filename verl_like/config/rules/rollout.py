@@ -69,21 +69,17 @@ def fire_counts_its_first_token(config: PPOConfig) -> Findings:
         return (f"{_ROLLOUT}.use_fire_sampling", *given, _NAME), f"{why}; leave one out, or use name=hf or sglang"
 
 
-@rule(_GUESSES, _NAME, _DRAFTS, f"{_ROLLOUT}.enable_rollout_routing_replay", "trainer.parity", "trainer.objective")
+@rule(_GUESSES, _NAME, _DRAFTS, "trainer.parity", "trainer.objective")
 def engine_takes_guesses(config: PPOConfig) -> Findings:
     """Guesses ahead need an engine that takes them, and to check several tokens at a time has sums of its own."""
     rollout, method = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.speculative.method
     if method == "none" or rollout.engine.recorded:
         return
-    if not rollout.engine.guesses and not (method == "ngram" and rollout.engine.drafts):
-        fix = "use name=hf" + (" or vllm" if method == "ngram" else ", or method=ngram, which vllm has too")
-        yield (_GUESSES, _NAME), f"this engine takes no such guesses; {fix}"
+    if not rollout.engine.guesses:
+        yield (_GUESSES, _NAME), "this engine takes no guesses; use name=hf or vllm"
         return
     if "speculative_config" in rollout.engine_kwargs.vllm:
         yield (_GUESSES, f"{_DRAFTS}.speculative_config"), "both say how tokens are guessed; leave one out"
-    if rollout.engine.guesses and rollout.enable_rollout_routing_replay:
-        why = "tokens that are guessed wrong have routes as well"
-        yield (_GUESSES, f"{_ROLLOUT}.enable_rollout_routing_replay"), f"{why}; leave one out"
     if config.trainer.parity == "exact":
         why = "a pass over several tokens adds up in another order than over one"
         yield (_GUESSES, "trainer.parity"), f"{why}; use method=none"
@@ -96,11 +92,11 @@ def engine_takes_guesses(config: PPOConfig) -> Findings:
 def drafts_follow_the_policy(config: PPOConfig) -> Findings:
     """Speculative decoding is by n-grams (weights of a draft model would not follow), exact, and without min_p."""
     rollout, key = config.actor_rollout_ref.rollout, f"{_DRAFTS}.speculative_config"
-    drafts = rollout.own_drafts
-    key = _GUESSES if rollout.speculative.method == "ngram" else key
+    drafts, ours = rollout.own_drafts, rollout.speculative.method != "none"
+    key = _GUESSES if ours else key
     if drafts is None:
         return
-    if not isinstance(drafts, dict) or drafts.get("method") != "ngram":
+    if not ours and (not isinstance(drafts, dict) or drafts.get("method") != "ngram"):
         fix = "use {method: ngram, num_speculative_tokens: 3, prompt_lookup_max: 4}, or leave it out"
         yield (key,), f"the weights of a draft model would not follow the policy's; {fix}"
         return
@@ -120,9 +116,10 @@ def engine_records_routes(config: PPOConfig) -> Findings:
         return
     if not rollout.engine.records_routes:
         yield (key, _NAME), "this engine records none; use name=vllm or hf, or router_replay.mode=R2, which needs none"
-    if rollout.own_drafts is not None:
-        why = "vLLM guesses tokens, and those dropped have routes as well"
-        yield (key, _GUESSES if rollout.speculative.method == "ngram" else _DRAFTS), f"{why}; leave one out"
+    ours = rollout.speculative.method != "none"
+    if ours or rollout.own_drafts is not None:
+        why = "tokens that are guessed wrong have routes as well"
+        yield (key, _GUESSES if ours else _DRAFTS), f"{why}; leave one out"
 
 
 @rule(f"{_ROLLOUT}.prompt_length", "response_length", "data.max_prompt_length", "data.max_response_length")

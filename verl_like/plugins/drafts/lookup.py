@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
 from verl_like.config.rollout import SpeculativeConfig
-from verl_like.rollout.rows import Row
+from verl_like.rollout.rows import Drafted
 
 SIZES: tuple[int, ...] = (8, 3)  # last tokens that have to be the same, most first: what followed is then likelier
 _FORGET = 0.97  # a step's weight in the counts, by the next step's
@@ -82,7 +82,7 @@ class Lookup:
         self._tried = dict.fromkeys(SIZES, 2.0)
         self._rest = self._resting = 0  # steps that the last look was for, and that are left of them
 
-    def propose(self, rows: Sequence[Row]) -> list[list[int]]:
+    def propose(self, rows: Sequence[Drafted]) -> list[list[int]]:
         """Drafts of each row's next tokens, often none."""
         nothing: list[list[int]] = [[] for _ in rows]
         if self._resting:
@@ -99,7 +99,7 @@ class Lookup:
         self._rest = self._resting = 0 if width else max(1, self._rest)
         return [self._draft(row, reader, width) for row, reader in zip(rows, readers, strict=True)]
 
-    def _read(self, row: Row) -> _Reader:
+    def _read(self, row: Drafted) -> _Reader:
         """Read a row's new tokens, judge the last guess by them, and make the next."""
         if row.drafting is None:
             row.drafting = self._reader(row)
@@ -115,7 +115,7 @@ class Lookup:
             reader.size, reader.guess = reader.texts.after(reader.own, self._most)
         return reader
 
-    def _reader(self, row: Row) -> _Reader:
+    def _reader(self, row: Drafted) -> _Reader:
         prompt, texts = row.request.prompt_ids, None
         key, begin = tuple(prompt), prompt[-SIZES[0] :]
         if self._shares:
@@ -157,7 +157,7 @@ class Lookup:
                 best, width = work, columns
         return width
 
-    def _draft(self, row: Row, reader: _Reader, width: int) -> list[int]:
+    def _draft(self, row: Drafted, reader: _Reader, width: int) -> list[int]:
         """Cut a guess to what may be drawn from the plain distribution, and leaves room for one more token."""
         sampling = row.request.sampling
         if sampling.shapes_logits or (row.request.hot_start is not None and not row.token_ids):

@@ -167,6 +167,7 @@ def _leave_global_generators_alone(llm: Any, device: torch.device) -> None:
     draws = _OwnDraws(own) if device.type == "cpu" else nullcontext()
     runner = llm.collective_rpc(lambda worker: worker.model_runner)[0]
     if (rejection := getattr(runner, "rejection_sampler", None)) is not None:  # with speculative decoding
+        _constrain_no_drafts()
         reject = rejection.forward
 
         def chosen(*args: Any, **kwargs: Any) -> Any:
@@ -228,6 +229,15 @@ def _expand_in_torch() -> None:
         return put.repeat_interleave(counts, output_size=num_tokens)
 
     rejection_sampler.expand_batch_to_tokens = expand
+
+
+@functools.cache
+def _constrain_no_drafts() -> None:
+    """Leave the logits of no drafts as they are, in a step in which no row has any: vLLM 0.32's top_k fails on them."""
+    from vllm.v1.sample import rejection_sampler
+
+    some = rejection_sampler.apply_sampling_constraints
+    rejection_sampler.apply_sampling_constraints = lambda logits, *args: some(logits, *args) if len(logits) else logits
 
 
 def _do_not_compile_token_ranks() -> None:
@@ -406,6 +416,17 @@ def settle(llm: Any) -> None:
 def model_of(llm: Any) -> nn.Module:
     """Return this rank's shard of the model."""
     return llm.llm_engine.apply_model(lambda model: model)[0]
+
+
+def proposer_of(llm: Any) -> Any:
+    """Return the proposer that vLLM made of our class, with the runner whose batch it proposes for."""
+    runner = llm.collective_rpc(lambda worker: worker.model_runner)[0]
+    if (found := getattr(runner, "drafter", None)) is None:
+        raise ValueError(
+            "rollout.speculative.method: the model runner of this vLLM takes no guesses of ours; set it to none"
+        )
+    found.runner = runner
+    return found
 
 
 def effective(llm: Any) -> dict[str, Any]:

@@ -20,10 +20,12 @@ from torch import Tensor
 
 from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.config.rollout import reads_text
+from verl_like.models.cost import ModelCost
 from verl_like.models.loading import as_sent
 from verl_like.models.lora import adapters_apart, is_adapter
 from verl_like.models.routes import continued, route_type
-from verl_like.plugins.vllm import compat, lora, models, reader, routes, versions, vision
+from verl_like.plugins.vllm import compat, drafts, lora, models, reader, routes, versions, vision
+from verl_like.registry import part
 from verl_like.remote_storage import local_folder
 from verl_like.rollout.base import SLEEPERS, EngineSpec, SteppedRolloutEngine
 from verl_like.rollout.held_weights import Layout, checksums, held_by, sketches
@@ -39,6 +41,7 @@ from verl_like.rollout.rollout_engine import (
     WeightLoadError,
     request_seed,
 )
+from verl_like.rollout.rows import fixed_tokens
 from verl_like.rollout.step_loop import StepLoop
 
 logger = logging.getLogger(__name__)
@@ -85,6 +88,11 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
             kind, on_cpu = route_type(spec.hf_config), process.device.type == "cpu"
             way: Any = routes.Captured if on_cpu else routes.Returned
             self._routes = way(self._llm, self._model, kind)
+        self.proposer: drafts.Proposer | None = None
+        if rollout.speculative.method != "none":
+            self.proposer = proposer = compat.proposer_of(self._llm)
+            cost = ModelCost.of(spec.hf_config, trust_remote_code=model.trust_remote_code)
+            proposer.lookup = part("drafts", "lookup")(rollout.speculative, fixed_tokens(cost, process.device))
         if self.tokenizer_size < self.vocab_size:
             compat.mask_logits(self._model, self.tokenizer_size)
         self._tp = tp
@@ -136,6 +144,8 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
             self._routes.begin(name)
         running = _Running(request, [(0, self._sampling_version)], name, cached_tokens)
         self._running[request.request_id] = running
+        if self.proposer is not None:
+            self.proposer.rows[name] = drafts.Row(request)
 
     def _adapter_of(self, request: GenerationRequest) -> Any:
         """Tell vLLM's name of the adapter that a request uses; None: the base."""
@@ -160,7 +170,8 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
         so_far = self.progress()
         self._llm.llm_engine.abort_request(ids)
         for i in ids:
-            so_far[i] = self._routed(so_far[i], self._running.pop(i))
+            so_far[i] = self._routed(so_far[i], running := self._running.pop(i))
+            self._guessed(running, 0)
         return [Completion(request_id=i, sampled=so_far[i], finish_reason="abort") for i in ids]
 
     def progress(self) -> dict[str, Sampled]:
@@ -310,6 +321,7 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
         if sampled.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM ended request {output.request_id} with {sampled.finish_reason!r}")
         all_tokens = running.all_of(token_ids, compat.log_probs_of(sampled.logprobs, token_ids))
+        drafted, kept = self._guessed(running, len(all_tokens))
         return Completion(
             request_id=output.request_id,
             sampled=self._routed(all_tokens, running, output),
@@ -317,7 +329,14 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
             cached_tokens=int(output.num_cached_tokens or 0)
             if running.cached_tokens is None
             else running.cached_tokens,
+            drafted=drafted,
+            kept=kept,
         )
+
+    def _guessed(self, running: _Running, num_sampled: int) -> tuple[int, int]:
+        """Forget the guesses of a request that ends; how many there were, and how many of them are in its tokens."""
+        row = None if self.proposer is None else self.proposer.rows.pop(running.name)
+        return (0, 0) if row is None else (row.drafted, row.kept_of(num_sampled))
 
     def _routed(self, sampled: Sampled, running: _Running, output: Any = None) -> Sampled:
         """Add the routes of a request that ends."""

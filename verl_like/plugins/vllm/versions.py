@@ -52,7 +52,10 @@ ON_CPU = (
     "vllm.v1.sample.ops.topk_topp_sampler: TopKTopPSampler.forward_cpu",
     "vllm.v1.sample.sampler: batched_count_greater_than",
 )
-OF_SPECULATION = ("vllm.v1.sample.rejection_sampler: RejectionSampler.forward expand_batch_to_tokens",)
+OF_SPECULATION = (
+    "vllm.v1.sample.rejection_sampler: RejectionSampler.forward apply_sampling_constraints expand_batch_to_tokens",
+    "vllm.v1.spec_decode.custom_class_proposer: create_custom_proposer",
+)
 _CAPTURER = "vllm.model_executor.layers.fused_moe"
 OF_ROUTES = {
     "cpu": (f"{_CAPTURER}.routed_experts_capturer: bind_routed_experts_capturer",),
