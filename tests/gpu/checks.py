@@ -363,8 +363,8 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(
         "pieces",
-        "Stages of a pipeline in two pieces wait less than in one, and send the bytes of the least.",
-        bench("mesh --ranks 2 --only pipe pipe-virtual"),
+        "Stages of a pipeline wait less in two pieces, or with zero bubble, and send the bytes of the least.",
+        bench("mesh --ranks 2 --only pipe pipe-virtual pipe-zero-bubble"),
         2.0,
         devices=2,
     ),
