@@ -43,10 +43,10 @@ DELTA = HEADS | {"linear_key_head_dim": 64, "linear_value_head_dim": 64}  # a si
 OWN: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64},  # the one size that its kernel has
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "vaultgemma", "cohere", "lfm2", "lfm2_moe"), TIED),
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), DELTA),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text"), DELTA),
 }
 # What vLLM's kernel takes alone
-IN_BFLOAT16 = {("vllm", "qwen3_next"), ("vllm", "qwen3_5_text"), ("vllm", "qwen3_5_moe_text")}
+IN_BFLOAT16 = {("vllm", "qwen3_next"), ("vllm", "qwen3_5_text")}
 pytestmark = pytest.mark.engines  # each takes a start of an engine
 
 

@@ -115,7 +115,7 @@ FAMILIES: dict[str, Family] = {
     "gpt_oss": Family(kind="mixture of experts, sliding windows, sinks", attention="eager"),
     "qwen3_next": _recurrent("linear_attention", "mixture of experts, hybrid", _WITH_VLLM),
     "qwen3_5_text": _recurrent("linear_attention", tested=_WITH_VLLM),
-    "qwen3_5_moe_text": _recurrent("linear_attention", "mixture of experts, hybrid", _WITH_VLLM),
+    "qwen3_5_moe_text": _recurrent("linear_attention", "mixture of experts, hybrid"),
     "jamba": _recurrent("mamba", "mixture of experts, hybrid"),
     "bamba": _recurrent("mamba"),
     "falcon_h1": _recurrent("mamba", tested=_WITH_VLLM),

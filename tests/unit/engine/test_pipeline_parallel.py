@@ -36,6 +36,7 @@ def paths(folder: Path) -> dict[str, str]:
     }
 
 
+pytestmark = pytest.mark.timeout(900)  # four ranks make all scenarios in one start
 one, two, four, staged = row_groups.fixtures(scenarios, lambda process: Line(process, 1))
 
 
