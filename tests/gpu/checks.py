@@ -356,6 +356,12 @@ CHECKS: tuple[Check, ...] = (
         1.0,
     ),
     Check(
+        "guesses-vllm",
+        "Tokens that are guessed ahead keep the distribution of vLLM's samples.",
+        gpu_tests("vllm_drafts"),
+        1.0,
+    ),
+    Check(
         "guesses-speed",
         "Guesses from history pay on a device for more rows than on a CPU (seconds of each epoch are printed).",
         "benchmarks/drafts.py --device cuda --prompts 8 --n 8 --repeat",

@@ -16,6 +16,7 @@ LEFT_OUT = {
     "test_async_gpu.py": "vLLM on a card",
     "test_router_replay_gpu.py": "vLLM on a card",
     "test_tinker_server_gpu.py": "not tried on the stand-in; its tests without a card are tests/unit/tinker_server",
+    "test_vllm_drafts_gpu.py": "vLLM on a card",
     "test_pools_gpu.py": "vLLM on a card, with a second one",
     "test_engines_gpu.py": "vLLM's and SGLang's own kernels and servers on a card",
     "test_rollout_gpu.py::test_all_names_of_vllm_are_there": "vLLM on a card",

@@ -29,10 +29,10 @@ SGLANG = "SGLang"  # the same with SGLang (on a CPU)
 
 IMAGES = "images, videos"  # padded and packed, shared prompts, trained and frozen tower
 
-_PADDED = frozenset({LORA, RANKS, HF})
-_PACKED = _PADDED | {ULYSSES}
-_EVERYTHING = _PACKED | {VLLM}
-_WITH_VLLM = _PADDED | {VLLM}
+_COMMON = frozenset({LORA, RANKS, HF})
+_WITH_ULYSSES = _COMMON | {ULYSSES}
+_EVERYTHING = _WITH_ULYSSES | {VLLM}
+_WITH_VLLM = _COMMON | {VLLM}
 _BOTH_ENGINES = _EVERYTHING | {SGLANG}
 
 
@@ -50,7 +50,7 @@ class Family:
     keeps_segments: bool = False
     state: str = ""
     attention: str = "sdpa"
-    tested: frozenset[str] = _PACKED
+    tested: frozenset[str] = _WITH_ULYSSES
 
 
 def _dense(tested: frozenset[str] = _EVERYTHING) -> Family:
@@ -65,7 +65,7 @@ def _experts(tested: frozenset[str] = _EVERYTHING) -> Family:
     return Family(kind="mixture of experts", tested=tested)
 
 
-def _recurrent(layers: str, kind: str = "hybrid", tested: frozenset[str] = _PADDED) -> Family:
+def _recurrent(layers: str, kind: str = "hybrid", tested: frozenset[str] = _COMMON) -> Family:
     return Family(kind=kind, state=layers, tested=tested)
 
 
@@ -81,13 +81,13 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": _windows(_BOTH_ENGINES),
     "vaultgemma": _windows(attention="eager"),
     "cohere": _dense(_BOTH_ENGINES),
-    "cohere2": _windows(_PACKED),
+    "cohere2": _windows(_WITH_ULYSSES),
     "olmo": _dense(),
     "olmo2": _dense(_BOTH_ENGINES),
     "olmo3": _windows(),
     "exaone4": _windows(),
     "smollm3": _dense(_BOTH_ENGINES),
-    "phi": _dense(_PACKED),
+    "phi": _dense(_WITH_ULYSSES),
     "phi3": _dense(_BOTH_ENGINES),
     "granite": _dense(_BOTH_ENGINES),
     "glm": _dense(),
@@ -97,7 +97,7 @@ FAMILIES: dict[str, Family] = {
     "seed_oss": _dense(_BOTH_ENGINES),
     "hunyuan_v1_dense": _dense(),
     "ernie4_5": _dense(_BOTH_ENGINES),
-    "gpt_neox": _dense(_PACKED),
+    "gpt_neox": _dense(_WITH_ULYSSES),
     "stablelm": Family(kind="dense", keeps_segments=True, tested=_BOTH_ENGINES),
     "nemotron": Family(kind="dense", keeps_segments=True, tested=_EVERYTHING),
     "qwen2_moe": _experts(),
@@ -110,7 +110,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": _experts(),
     "glm4_moe": _experts(_BOTH_ENGINES),
     "dots1": _experts(),
-    "minimax_m2": _experts(_PACKED),
+    "minimax_m2": _experts(_WITH_ULYSSES),
     "lfm2_moe": _recurrent("conv", "mixture of experts, hybrid", _WITH_VLLM),
     "gpt_oss": Family(kind="mixture of experts, sliding windows, sinks", attention="eager"),
     "qwen3_next": _recurrent("linear_attention", "mixture of experts, hybrid", _WITH_VLLM),
@@ -132,7 +132,7 @@ VISION: dict[str, Family] = {
 # Models that hold a text model beside others (images), of which the text model alone is trained
 _TEXT_ALONE = "text alone, of a model with images"
 NESTED: dict[str, Family] = {
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), Family(kind=_TEXT_ALONE, tested=_PADDED)),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), Family(kind=_TEXT_ALONE, tested=_COMMON)),
     **dict.fromkeys(("qwen3_vl_moe", "gemma3", "mistral3"), Family(kind=_TEXT_ALONE)),
 }
 

@@ -145,8 +145,8 @@ class VisionProcessor:
             done = at + 1
         return [*expanded, *ids[done:]], placed
 
-    def alone(self, handle: MediaHandle, max_megapixels: float) -> tuple[list[int], MediaHandle]:
-        """Tokens of one image without any text, and the image placed at the first of them. As `expand`."""
+    def expand_one(self, handle: MediaHandle, max_megapixels: float) -> tuple[list[int], MediaHandle]:
+        """Return the placeholder tokens of one image, and the image placed at the first of them; errors as `expand`."""
         token = next(token for token, kind in self._token_ids.items() if kind == handle.kind)
         ids, placed = self.expand([token], [handle], max_megapixels)
         return ids, placed[0]

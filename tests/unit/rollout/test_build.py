@@ -64,6 +64,7 @@ WIDE = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
             "cpu",
             r"name=vllm .* 64 or 128, .*linear_key_head_dim=16 and",
         ),
+        ("granitemoehybrid", {}, {}, "cpu", ""),  # transformers calls its Mamba layers linear attention as well
         ("gpt_oss", {}, {}, "cpu", r"name=vllm on device cpu, .*'gpt_oss': .* no kernel for its experts; set name=hf"),
     ],
 )

@@ -56,7 +56,7 @@ class Reader:
         source = "data:;base64," + base64.b64encode(picture.data).decode()
         handle = MediaHandle(kind="image", path="a request", column="chunks", row=0, number=0, source=source)
         try:
-            ids, handle = self.vision.alone(handle, self.max_megapixels)
+            ids, handle = self.vision.expand_one(handle, self.max_megapixels)
         except MediaError as error:
             raise Refused(f"{place}{str(error).removeprefix(place_of(handle))}") from error
         if picture.expected not in (None, len(ids)):
