@@ -27,6 +27,8 @@ from test_sft import run as sft
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.unit.models import tiny_vision
+from tests.unit.models.tiny_vision import START, STOP
 from tests.worlds.packages import DATASETS, PEFT, TINKER_CLIENT, fetch
 from tests.worlds.processes import start
 from verl_like.data.chat import PromptEncoder
@@ -327,6 +329,49 @@ def test_samples_of_vllm_are_the_policys_and_outlive_a_kill(fetched: Path, chat_
         for told, future, sampler in zip(before, under_way, samplers, strict=True):
             for again in (future.result().sequences, sampler.sample(prompt, 2, params).result().sequences):
                 assert [(s.tokens, s.logprobs) for s in again] == [(s.tokens, s.logprobs) for s in told]
+
+
+def test_images_of_the_client_are_seen_in_prompts_and_rows(fetched: Path, tmp_path: Path) -> None:
+    """On-policy ratios are 1 behind images, another image gives other log-probs, and rows with images are learnt."""
+    tiny_vision.save(tmp_path / "model", "qwen2_5_vl")
+    with server(tmp_path / "model", tmp_path / "state") as (url, _):
+        client = Client(url, tmp_path / "model")
+        tinker, files = client.tinker, [tiny_vision.picture(number, 84, 56) for number in (1, 2)]
+
+        def seen(file: bytes, ids: list[int]) -> Any:
+            image = tinker.types.ImageChunk(data=file, format="png", expected_tokens=6)
+            texts = [tinker.types.EncodedTextChunk(tokens=each) for each in ([7, START], [STOP, 8, *ids])]
+            return tinker.ModelInput(chunks=[texts[0], image, texts[1]])
+
+        def datum(file: bytes, ids: list[int], **columns: Any) -> Any:
+            """The answer's tokens, of which all but the last are in the input; columns: of them, 0 before."""
+            row, before = seen(file, ids[:-1]), 2 + 6 + 1
+            inputs = {"target_tokens": torch.tensor([0] * before + ids)}
+            inputs |= {name: torch.cat([torch.zeros(before), values]) for name, values in columns.items()}
+            return tinker.Datum(model_input=row, loss_fn_inputs=inputs)
+
+        sampler = client.training.save_weights_and_get_sampling_client().result()
+        params = tinker.SamplingParams(max_tokens=6, seed=5, stop=[])
+        told = sampler.sample(seen(files[0], []), 2, params, include_prompt_logprobs=True).result()
+        assert [each is None for each in told.prompt_logprobs] == [True, False, *[True] * 6, False, False]
+        columns = [{"logprobs": torch.tensor(each.logprobs), "advantages": torch.ones(6)} for each in told.sequences]
+        rows = [datum(files[0], each.tokens, **own) for each, own in zip(told.sequences, columns, strict=True)]
+        found = client.training.forward_backward(rows, "importance_sampling").result()
+        assert found.metrics["loss:sum"] == pytest.approx(-12, abs=1e-3)
+        client.training.optim_step(tinker.AdamParams(**ADAM)).result()
+        answer = told.sequences[0].tokens
+        data = [datum(file, answer, weights=torch.ones(6)) for file in files]
+        outputs = client.training.forward(data, "cross_entropy").result().loss_fn_outputs
+        one, other = (output["logprobs"].to_torch()[-6:] for output in outputs)
+        assert (one - other).abs().max() > 1e-3
+        losses = []
+        for _ in range(4):
+            losses.append(client.training.forward_backward(data, "cross_entropy").result().metrics["loss:sum"])
+            client.training.optim_step(tinker.AdamParams(**ADAM)).result()
+        assert losses == sorted(losses, reverse=True)
+        wrong = datum(b"no image", answer, weights=torch.ones(6))
+        with pytest.raises(Exception, match="is no image that PIL can open"):
+            client.training.forward([wrong], "cross_entropy").result()
 
 
 def test_keys_are_asked_for(fetched: Path, model: Path, tmp_path: Path) -> None:
