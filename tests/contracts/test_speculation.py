@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -153,6 +154,20 @@ def test_no_response_of_the_last_epoch_is_replayed(
         same += float((each.sampled.token_ids == response).sum())
         mean, variance = mean + float(p_R.sum()), variance + float((p_R * (1 - p_R)).sum())
     assert abs(same - mean) < 4 * variance**0.5
+
+
+def test_guesses_of_an_aborted_response_are_counted(engine: RolloutEngine, proposer: Any) -> None:
+    (told,) = engine.generate(requests(1, do_sample=False, max_tokens=100))
+    (asked,) = requests(1, do_sample=False, max_tokens=100)
+    with engine.opened():
+        future = engine.submit(dataclasses.replace(asked, drafts=(told.sampled.token_ids,)))
+        deadline = time.monotonic() + 60
+        while len(engine.snapshot().get("r0", ())) < LENGTH:
+            assert time.monotonic() < deadline and not future.done()
+        engine.abort(["r0"])
+        done = future.result(60)
+    assert done.finish_reason == "abort" and done.token_ids == told.token_ids[: len(done.token_ids)]
+    assert done.drafted == done.kept > 0 and not proposer.rows
 
 
 def test_guesses_stop_where_a_response_stops(engine: RolloutEngine, proposer: Any) -> None:

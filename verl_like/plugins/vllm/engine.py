@@ -65,7 +65,7 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
         sizes = (self.dtype, self.max_model_len, seed)
         kwargs = engine_arguments(rollout, model, *sizes, sleep_mode=self._sleep_mode, tokenizer=spec.tokenizer)
         if fields := models.missing_fields(spec.hf_config):
-            kwargs["hf_overrides"] = fields | kwargs.get("hf_overrides", {})
+            kwargs["hf_overrides"] = fields | (kwargs.get("hf_overrides") or {})
         if self._vision is not None:
             kwargs |= vision.engine_options(rollout.limit_images)
             vision.prepare()
@@ -169,10 +169,17 @@ class VLLMRolloutEngine(SteppedRolloutEngine):
         ids = [i for i in request_ids if i in self._running]
         so_far = self.progress()
         self._llm.llm_engine.abort_request(ids)
-        for i in ids:
-            so_far[i] = self._routed(so_far[i], running := self._running.pop(i))
-            self._guessed(running, 0)
-        return [Completion(request_id=i, sampled=so_far[i], finish_reason="abort") for i in ids]
+        return [self._aborted(self._running.pop(i), so_far[i]) for i in ids]
+
+    def _aborted(self, running: _Running, sampled: Sampled) -> Completion:
+        drafted, kept = self._guessed(running, len(sampled))
+        return Completion(
+            request_id=running.request.request_id,
+            sampled=self._routed(sampled, running),
+            finish_reason="abort",
+            drafted=drafted,
+            kept=kept,
+        )
 
     def progress(self) -> dict[str, Sampled]:
         found = {}
