@@ -14,10 +14,10 @@ import pytest
 
 from tests.architecture.source import Source, package_sources, parse
 
-MOST_LINES = {"core": 36_068, "plugins": 16_691, "kit": 11_820}  # of code, by ring
+MOST_LINES = {"core": 36_083, "plugins": 16_731, "kit": 11_820}  # of code, by ring
 MOST_SMALL_FILES = {
     "core": 36,
-    "plugins": 39,
+    "plugins": 40,
     "kit": 17,
 }  # with fewer than SMALL lines of any kind, __init__.py left out
 SMALL = 60

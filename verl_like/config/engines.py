@@ -23,7 +23,7 @@ class EngineKind:
     apart: says which version there is in a folder of its own, or None.
     install: how it is installed here.
     require_arguments: raises ValueError for arguments (rollout.engine_kwargs) that it does not take.
-    require_model: raises ValueError for a model's config that it cannot run on a kind of device.
+    require_model: raises ValueError for a model's config that it cannot run on a kind of device, with rows of a length.
 
     keeps_cache: its KV cache is its own and stays, instead of one for each batch.
     cpu_cache_variable: names the environment variable with the GiB of that cache on a CPU.
@@ -107,6 +107,7 @@ ENGINES = {
         installed=f"{_SGLANG}.compat:require_installed",
         apart=f"{_SGLANG}.compat:installed_apart",
         install="WITH_SGLANG=1 bash scripts/setup_env.sh",
+        require_model=f"{_SGLANG}.models:require_model",
         cpu_cache_most=1.0,
         pads_heads=True,
         unquantised="SGLang takes no weights after it has quantised its own; ",

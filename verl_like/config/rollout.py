@@ -237,9 +237,9 @@ class RolloutConfig(ConfigNode):
     """`actor_rollout_ref.rollout.*`."""
 
     name: RolloutName = RolloutName.vllm
-    """Engine: vllm, hf (transformers) or sglang; auto: the first of those installed that can do what other keys ask, of
-    vllm, sglang (CUDA) and hf, of hf and vllm on a CPU for a local model of at most 64 MiB; recorded: none, all steps
-    come from skip_dump_dir; openai: a model behind rollout.openai.url, for `verl-like eval` alone."""
+    """Engine: vllm, hf (transformers) or sglang; auto: the first of those installed that can do what other keys and the
+    model ask, of vllm, sglang (CUDA) and hf, of hf and vllm on a CPU for a local model of at most 64 MiB; recorded:
+    none, all steps come from skip_dump_dir; openai: a model behind rollout.openai.url, for `verl-like eval` alone."""
     server: bool = False
     """Give the engine a process of its own beside the worker: it shares no interpreter lock with the trainer, and its
     end is not the worker's. SGLang always has one."""

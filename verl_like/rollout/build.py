@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
-from transformers import PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.models.families import sees
@@ -58,10 +60,26 @@ def require_heads(rollout: RolloutConfig, hf_config: PretrainedConfig, device_ty
         raise ValueError(f"actor_rollout_ref.rollout.tensor_model_parallel_size={size} {problem}; use one of {sizes}")
 
 
-def require_model(rollout: RolloutConfig, hf_config: PretrainedConfig, device_type: str) -> None:
+def require_model(rollout: RolloutConfig, hf_config: PretrainedConfig, device_type: str, max_model_len: int) -> None:
     """Check that the engine can run such a model on this device. Raises ValueError otherwise."""
     if rollout.engine.require_model is not None:
-        load(rollout.engine.require_model, "rollout.name")(rollout, hf_config, device_type)
+        load(rollout.engine.require_model, "rollout.name")(rollout, hf_config, device_type, max_model_len)
+
+
+def refuses_model(rollout: RolloutConfig, model: ModelConfig, device_type: str, max_model_len: int) -> bool:
+    """Return True where `require_model` raises for the model in a local folder; of others nothing is known yet.
+
+    What is wrong with the folder itself is told when the run loads it.
+    """
+    folder = Path(model.path or "").expanduser()
+    if not (folder / "config.json").is_file():
+        return False
+    try:
+        hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
+        require_model(rollout, hf_config, device_type, rollout.max_model_len or max_model_len)
+    except (OSError, ValueError):
+        return True
+    return False
 
 
 def require_plain_cache(rollout: RolloutConfig, hf_config: PretrainedConfig) -> None:
@@ -126,7 +144,7 @@ def build_rollout_engine(
         )
     require_quantization(rollout, process.device.type)
     require_heads(rollout, hf_config, process.device.type)
-    require_model(rollout, hf_config, process.device.type)
+    require_model(rollout, hf_config, process.device.type, max_model_len)
     if rollout.quantization == "fp8" and torch.cuda.get_device_capability(process.device) < (8, 9):
         raise ValueError(
             f"actor_rollout_ref.rollout.quantization=fp8 on {torch.cuda.get_device_name(process.device)}: it has no "

@@ -211,18 +211,22 @@ def _engine(tree: DictConfig, changes: list[Change]) -> list[str]:
     for name in preferred(on_cpu=device == "cpu", model_bytes=weight_bytes(model)):
         if is_installed(name):
             _apply(tree, Change(key, name))
-            refused[name] = _count_problems(tree, changes)
+            refused[name] = _count_problems(tree, changes, device)
     chosen = min(refused, key=lambda name: refused[name])
     _apply(tree, Change(key, chosen))
     return [f"{key}=auto: {chosen}, on {device.upper()}"]
 
 
-def _count_problems(tree: DictConfig, changes: list[Change]) -> int:
+def _count_problems(tree: DictConfig, changes: list[Change], device: str) -> int:
+    from verl_like.rollout.build import refuses_model  # which imports torch
+
+    config = to_config(tree)
     try:
-        checked(to_config(tree), changes)
+        checked(config, changes)
     except ConfigError as error:
         return len(error.problems)
-    return 0
+    needed = config.data.max_prompt_length + config.data.max_response_length
+    return int(refuses_model(config.actor_rollout_ref.rollout, config.actor_rollout_ref.model, device, needed))
 
 
 def _adapted(tree: DictConfig, changes: Sequence[Change]) -> list[str]:

@@ -83,7 +83,7 @@ def problems(facts: Facts) -> Iterator[str]:
             lambda: require_quantization(rollout, facts.device),
             lambda: check_machine(config, facts),
             lambda: require_heads(rollout, facts.hf_config, facts.device),
-            lambda: require_model(rollout, facts.hf_config, facts.device),
+            lambda: require_model(rollout, facts.hf_config, facts.device, facts.max_model_len),
             lambda: require_plain_cache(rollout, facts.hf_config),
             lambda: check_sampling(config, facts),
             lambda: facts.plan,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.unit.models import zoo
 from verl_like.plugins.sglang import compat as sglang
 from verl_like.trainer.compose import compose_with_warnings
 
@@ -62,6 +63,18 @@ def test_the_engine_that_is_there_and_can(
     assert config.actor_rollout_ref.rollout.name == chosen
     device = "CUDA" if cuda and "trainer.device=cpu" not in keys else "CPU"
     assert [line for line in warnings if KEY in line] == [f"{KEY}=auto: {chosen}, on {device}"]
+
+
+@pytest.mark.parametrize(("kind", "chosen"), [("qwen2", "vllm"), ("gpt_oss", "hf"), (None, "vllm")])
+def test_the_engine_that_runs_such_a_model(
+    kind: str | None, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gpt_oss: vLLM's CPU build has no kernel for its experts."""
+    monkeypatch.setattr("verl_like.trainer.compose.is_installed", lambda name: name != "sglang")
+    if kind is not None:
+        zoo.config(kind).save_pretrained(tmp_path)
+    keys = [f"actor_rollout_ref.model.path={tmp_path}", "trainer.device=cpu"]
+    assert compose_with_warnings([*BASE, *keys])[0].actor_rollout_ref.rollout.name == chosen
 
 
 def test_a_named_engine_is_left_alone() -> None:

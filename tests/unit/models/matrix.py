@@ -16,6 +16,7 @@ from verl_like.config.fsdp import FSDPConfig
 from verl_like.config.model import ModelConfig
 from verl_like.models import exact, families, loading, stages, tensor_plan
 from verl_like.models.families import Family
+from verl_like.plugins.sglang import models as sglang
 from verl_like.plugins.vllm.models import NOT_ON_CPU
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
@@ -42,23 +43,13 @@ _REASONS = {
 }
 _UNTRIED = "nobody has tried"
 _TEXT_ALONE = "the text model alone is run"
-_SGLANG_WINDOWS = "SGLang's model of it has no windows, and is right without them"
-_SGLANG_BACKEND = "SGLang's model of it takes no attention that a CPU has"
-_SGLANG_CACHE = "SGLang's model of it keeps as many heads of keys as of queries, where the config has fewer"
 _WITHOUT_SGLANG = {
-    **dict.fromkeys(("mistral", "mixtral"), _SGLANG_WINDOWS),
-    **dict.fromkeys(("gpt_oss", "exaone4"), _SGLANG_BACKEND),
-    **dict.fromkeys(("olmo", "phi", "gpt_neox"), _SGLANG_CACHE),
-    "olmo3": "its log-probs in SGLang are others (by 1 nat), though all weights are right",
-    "gemma": "SGLang holds its norms with one added",
-    "gemma2": "SGLang reads a field (hidden_act) that its config does not have",
-    "glm": "SGLang runs transformers' model of it, whose tensor-parallel plan it does not know",
-    "hunyuan_v1_dense": "SGLang does not take the names of its norms",
-    "nemotron": "SGLang falls over the first step of it",
-    "granitemoe": "SGLang gives its log-probs, but its routers cannot be read back",
-    "qwen2_moe": "SGLang's model of it needs Triton",
-    "olmoe": "SGLang refuses its norm of fewer key heads",
-    "lfm2": "SGLang has its convolution for devices alone",
+    **sglang.NOT_ON_CPU,
+    **dict.fromkeys(("mistral", "mixtral"), "SGLang's model of it has no windows, and is right without them"),
+    **dict.fromkeys(
+        sglang.WITH_ALL_HEADS,
+        "SGLang's model of it keeps as many heads of keys as of queries, where the config has fewer",
+    ),
 }
 _SCORES = "its routers do not tell their scores"
 

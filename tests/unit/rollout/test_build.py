@@ -73,10 +73,10 @@ def test_models_that_vllm_cannot_run_on_a_cpu(
 ) -> None:
     asked = RolloutConfig(**{"name": "vllm", **rollout})
     if not message:
-        require_model(asked, zoo.config(model, **changes), device)
+        require_model(asked, zoo.config(model, **changes), device, 64)
         return
     with pytest.raises(ValueError, match=rf"actor_rollout_ref\.rollout\.{message}"):
-        require_model(asked, zoo.config(model, **changes), device)
+        require_model(asked, zoo.config(model, **changes), device, 64)
 
 
 def test_fields_that_vllm_reads_and_folders_of_transformers_lack() -> None:
@@ -84,3 +84,30 @@ def test_fields_that_vllm_reads_and_folders_of_transformers_lack() -> None:
     assert missing_fields(zoo.config("lfm2", conv_dim=96)) == {"block_dim": 64}
     assert missing_fields(zoo.config("deepseek_v3")) == {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
     assert missing_fields(zoo.config("qwen3")) == {}
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "device", "length", "message"),
+    [
+        ("mistral", {"sliding_window": 8}, "cuda", 8, ""),
+        ("mistral", {"sliding_window": 8}, "cuda", 9, "sliding_window=8 is less than the longest row of 9 tokens"),
+        ("mistral", {"sliding_window": None}, "cpu", 64, ""),
+        ("qwen2", {"layer_types": None, "use_sliding_window": False}, "cpu", 64, ""),
+        ("qwen2", {}, "cpu", 64, "SGLang.s model of it has no windows; set name=vllm or hf"),
+        ("phi3", {"sliding_window": 16}, "cpu", 64, "sliding_window=16 is less than"),
+        ("gemma3_text", {}, "cpu", 64, ""),  # SGLang's model of it has its windows
+        ("olmoe", {}, "cpu", 64, "SGLang refuses its norm of fewer key heads; set name=hf or vllm"),
+        ("olmoe", {}, "cuda", 64, ""),
+        ("olmo", {"num_attention_heads": 4, "num_key_value_heads": 2}, "cuda", 64, "has 4 heads of keys, and this one"),
+        ("olmo", {"num_attention_heads": 4, "num_key_value_heads": 4}, "cpu", 64, ""),
+    ],
+)
+def test_models_that_sglang_cannot_run(
+    model: str, changes: dict[str, Any], device: str, length: int, message: str
+) -> None:
+    asked = RolloutConfig(name="sglang")
+    if not message:
+        require_model(asked, zoo.config(model, **changes), device, length)
+        return
+    with pytest.raises(ValueError, match=message):
+        require_model(asked, zoo.config(model, **changes), device, length)

@@ -35,7 +35,7 @@ _FIELDS: dict[str, Callable[[Any], dict[str, Any]]] = {
 _DELTA_HEADS = (64, 128)  # sizes that its CPU kernel of the delta rule is made for
 
 
-def require_model(rollout: RolloutConfig, config: PretrainedConfig, device_type: str) -> None:
+def require_model(rollout: RolloutConfig, config: PretrainedConfig, device_type: str, max_model_len: int) -> None:
     """Check that vLLM can run a model of this type on this device. Raises ValueError, naming key and fix, otherwise."""
     if device_type != "cpu":
         return
