@@ -39,7 +39,6 @@ def supervised(
         "optim.weight_decay": 0.0,
         "optim.lr_warmup_steps": 20,
         "checkpoint.save_contents": ["hf_model"],
-        "trainer.total_epochs": -(-steps // (len(rows) // batch_size)),
         "trainer.total_training_steps": steps,
         "trainer.device": "cpu",
         "trainer.launcher": "local",

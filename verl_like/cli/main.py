@@ -54,11 +54,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         top = _parser()
         if not words or words[0].startswith("-"):
             top.parse_args(words)
-            top.error("name a COMMAND")
+            top.error("name a COMMAND; verl-like --help lists them")
         name, *rest = words
         verb = next((verb for verb in VERBS if verb.name == name), None)
         if verb is None:
-            top.error(f"there is no command {name!r}{meant(name, [verb.name for verb in VERBS])}")
+            near = meant(name, [verb.name for verb in VERBS]) or "; verl-like --help lists them"
+            top.error(f"there is no command {name!r}{near}")
         parser = Parser(
             prog=f"verl-like {name}",
             description=f"{verb.help[0].upper()}{verb.help[1:]}.",

@@ -204,19 +204,26 @@ def _by_name(project: str) -> dict[str, list[Row]]:
 
 
 def foreign_hint(name: str) -> str | None:
-    """Sentence with our keys for a name of another project; None where no project has that name."""
+    """Sentence with our keys for a name of other projects; None where no project has that name.
+
+    Projects that answer alike share their answer; those with a counterpart come alone.
+    """
     flag = name.startswith("-")
     if len(name) == 1:  # a flag without its dash would answer every key that ends so
         return None
+    found: dict[str, list[str]] = {}
+    missing: dict[str, list[str]] = {}
     for project in sorted(PROJECTS, key=lambda each: flag and not table(each)[0].names[0].startswith("-")):
         rows = _by_name(project).get(_plain(name), [])
         keys = list(dict.fromkeys(key for row in rows for key in row.all_keys()))
         notes = list(dict.fromkeys(row.note for row in rows if row.note and bool(row.keys) == bool(keys)))
         if keys:
-            return f"{project}'s {name} is our {', '.join(keys[:4])}" + (f" ({notes[0]})" if len(notes) == 1 else "")
-        if rows:
-            return f"{project}'s {name} has no counterpart here: {notes[0] if notes else 'nothing is to be set'}"
-    return None
+            note = f" ({notes[0]})" if len(notes) == 1 else ""
+            found.setdefault(f"is our {', '.join(keys[:4])}{note}", []).append(f"{project}'s")
+        elif rows:
+            text = f"has no counterpart here: {notes[0] if notes else 'nothing is to be set'}"
+            missing.setdefault(text, []).append(f"{project}'s")
+    return "; ".join(f"{' and '.join(whose)} {name} {text}" for text, whose in (found or missing).items()) or None
 
 
 def foreign_names_of(key: str) -> list[str]:

@@ -55,7 +55,10 @@ def explain(name: str, overrides: Sequence[str] = (), yaml_files: Sequence[Path]
     key = find_key(path)
     if key is None:
         why = refusal(path)
-        missing = f"there is no key {name}{(meant := suggest(name))}{_similar(name, meant)}"
+        values = {value: at for at, menu in _MENUS.items() for value in menu} | dict.fromkeys(_presets(), "preset")
+        near = difflib.get_close_matches(name, values, n=1, cutoff=0.75)
+        meant = f"; did you mean {values[near[0]]}={near[0]}?" if near else suggest(name)
+        missing = f"there is no key {name}{meant}{_similar(name, meant)}"
         raise ConfigError([missing if why is None else f"{name}: {why}"])
     tree, changes, _ = compose_tree(overrides, yaml_files)
     config, is_set = to_config(tree), any(find_key(change.key) == key for change in changes)
@@ -79,18 +82,22 @@ def explain(name: str, overrides: Sequence[str] = (), yaml_files: Sequence[Path]
 def _chosen(name: str) -> Iterator[tuple[str, str]]:
     """Yield what is known of a preset, or of a value of a menu: behind its key, or alone."""
     key, _, value = name.rpartition("=")
-    for file in sorted((CONFIG_DIR / "preset").glob("*.yaml")) if (key or value) == "preset" or not key else ():
-        if value in (file.stem, "preset"):
+    for preset, file in _presets().items() if (key or value) == "preset" or not key else ():
+        if value in (preset, "preset"):
             lines = file.read_text(encoding="utf-8").splitlines()
             told = itertools.takewhile(lambda line: line.startswith("#"), lines)
             yield (
-                f"preset={file.stem}",
-                " ".join(line.lstrip("# ") for line in told).replace(f" preset={file.stem}", ""),
+                f"preset={preset}",
+                " ".join(line.lstrip("# ") for line in told).replace(f" preset={preset}", ""),
             )
     for path, menu in _MENUS.items():
         if value in menu and renamed(key) in ("", path):
             cells = itertools.zip_longest(("", "source", "when", "watch"), menu[value].cells, fillvalue="")
             yield f"{path}={value}", ". ".join(f"{title}: {cell}".lstrip(": ") for title, cell in cells if cell)
+
+
+def _presets() -> dict[str, Path]:
+    return {file.stem: file for file in sorted((CONFIG_DIR / "preset").glob("*.yaml"))}
 
 
 def other_names(path: str) -> list[str]:

@@ -161,7 +161,8 @@ def started(
         sizes: dict[str, Any] = {"tokenizer_size": len(ready.tokenizer), "max_model_len": ready.max_model_len}
         own: dict[str, Any] = {"profile_dir": str(profile_dir(config)), "external_modules": external_modules()}
         spec = WorkerSpec(config=config, plan=plan, **sizes, **own)
-        with start_phase(f"{plan.world_size} worker(s): weights, {config.actor_rollout_ref.rollout.name}"):
+        engine = f", {config.actor_rollout_ref.rollout.name}" if config.trainer.objective == "rl" else ""
+        with start_phase(f"{plan.world_size} worker(s): weights{engine}"):
             groups = stack.enter_context(workers(spec, ready.device))
         pools = Pools(groups, plan, config.trainer.rpc_timeout)
         logger.info("start: %s", worker_start_text(pools.ask("start_seconds")))

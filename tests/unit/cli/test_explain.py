@@ -84,6 +84,7 @@ def test_every_other_name_of_verls_leads_there() -> None:
         ("actor_rollout_ref.actor.clip_ratio_hihg", "did you mean actor_rollout_ref.actor.clip_ratio_high?"),
         ("clip_ratio_hihg", "Similar: actor_rollout_ref.actor.clip_ratio_high"),
         ("num_return_sequences_in_group", "is our actor_rollout_ref.rollout.n"),
+        ("lite_pp", "did you mean preset=lite_ppo?"),
     ],
 )
 def test_a_key_that_there_is_not(name: str, message: str) -> None:

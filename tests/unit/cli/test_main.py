@@ -79,7 +79,10 @@ def test_help_imports_neither_torch_nor_ray() -> None:
     [
         (["trian"], "there is no command 'trian'; did you mean train?"),
         (["train", "--resovle"], "unknown option --resovle; did you mean --resolve?"),
-        (["train", "--num-generations", "8"], "Colossal-RL's --num-generations is our actor_rollout_ref.rollout.n"),
+        (
+            ["train", "--num-generations", "8"],
+            "Colossal-RL's and TRL's --num-generations is our actor_rollout_ref.rollout.n",
+        ),
         (["bench", "grop"], "did you mean grpo?"),
         (["bench", "grpo", "--stpes", "3"], "did you mean --steps?"),
     ],

@@ -57,6 +57,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("data show rows.jsonl", r"actor_rollout_ref\.model\.path \(--model\) is not set"),
         ("data show rows.jsonl --model models/tiny", TINY),
         (f"selfcheck {MODEL}=models/tiny", f"error: {MODEL}=models/tiny: " + TINY),
+        (f"selfcheck --config-path=. -- {MODEL}=M --config-name=mine", "error: --config-name=mine: there is no file "),
         ("export folder out", "folder is neither a run's folder"),
         ("report text.txt", "{here}/text.txt is no run's folder .*it is a file"),
         ("report nothing", "{here}/nothing is no run's folder .*there is no such folder"),

@@ -259,7 +259,7 @@ def test_values_of_a_rule() -> None:
             "; ROLL's weight_decay is our actor_rollout_ref.actor.optim.weight_",
         ),
         ("critic.training_args.warmup_steps", "; ROLL's warmup_steps is our actor_rollout_ref.actor.optim.lr_warmup_"),
-        ("num_generations", "; Colossal-RL's num_generations is our actor_rollout_ref.rollout.n"),
+        ("num_generations", "; Colossal-RL's and TRL's num_generations is our actor_rollout_ref.rollout.n"),
         (
             "actor_infer.device_mapping",
             "; ROLL's device_mapping is our trainer.nnodes, trainer.n_gpus_per_node (all roles",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import itertools
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -56,7 +57,68 @@ def test_verbs_and_keys_exist(page: Path) -> None:
     assert not (unknown := sorted(name for name in named - NO_KEYS if not is_key(name))), f"no such keys: {unknown}"
 
 
+FENCED = re.compile(r"^```(?:bash)?\n(.*?)^```", re.S | re.M)
+INDENTED = re.compile(r"(?<=\n\n)(?:(?: {4}.*)?\n)+")
+VERB = re.compile(r"\b(?:verl-like (\w+)|python -m verl_like\.trainer\.main_ppo)\b")
+# Given already, or by files that the page describes; a run in a process of its own for one that is to be extended.
+BEFORE = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=MODEL", "trainer.test_freq=20"]
+OF_OTHERS = ("pip install", "tinker_cookbook", "pandas", "python benchmarks", "verl-like import")
+
+
+def commands(text: str) -> list[str]:
+    """Command lines that a page tells to type, and keys that stand alone: those of a block are one line."""
+    found = []
+    for block in [*FENCED.findall(text), *INDENTED.findall(text)]:
+        lines = block.replace("\\\n", " ").strip().split("\n")
+        try:
+            words = [shlex.split(line, comments=True) for line in lines]
+        except ValueError:  # an apostrophe: prose, or what a program prints
+            continue
+        if all(re.match(r"\+{0,2}[a-z_]+\.[\w.]+=", word) for line in words for word in line):
+            found.append(shlex.join(itertools.chain.from_iterable(words)))
+        else:
+            found += [line.strip() for line in lines if VERB.search(line)]
+    return [line for line in found if "=" in line and not any(each in line for each in OF_OTHERS)]
+
+
+def wrong(line: str) -> str | None:
+    """What a run says to the line, or that it names no validation files, which have no default that exists."""
+    words = [word for word in shlex.split(line, comments=True) if re.match(r"\+{0,2}[a-z][\w.]*=", word)]
+    verb = VERB.search(line)
+    objective = verb[1] if verb and verb[1] in ("sft", "preference", "serve") else "rl"
+    whole = verb is not None and verb[1] in (None, "train", "plan") and not re.search(r"\.\.\.|--|env\.train", line)
+    if whole and "data.val_files=" not in line:
+        return "names no data.val_files"
+    try:
+        compose([*BEFORE, f"trainer.objective={objective}", *words])
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name != "extending.md"], ids=lambda page: page.relative_to(ROOT).as_posix()
+)
+def test_command_lines_compose(page: Path) -> None:
+    """With values and all; those of extending.md, whose files it has to write, are run in tests/e2e."""
+    lines = commands(page.read_text(encoding="utf-8"))
+    assert {line: error for line in lines if (error := wrong(line))} == {}
+
+
+def test_examples_of_the_verbs_compose() -> None:
+    lines = [
+        " ".join(text.split()) for verb in VERBS for text in verb.examples if verb.name != "import" and "=" in text
+    ]
+    assert len(lines) > 15 and {line: error for line in lines if (error := wrong(line))} == {}
+
+
 def test_the_check_can_fail() -> None:
+    assert wrong("verl-like train algorithm=grpo") == "names no data.val_files"
+    assert "cannot read" in (wrong("""'reward_model.weights={a: {b: 1}, "c*": {d: 1}}'""") or "")
+    assert commands("It is\n\n    x.y=1 \\\n      x.z=2\n    x.w=3\n\n```bash\nverl-like plan a.b=c\n```\n") == [
+        "verl-like plan a.b=c",
+        "x.y=1 x.z=2 x.w=3",
+    ]
     assert SET_KEY.findall("trainer.nodes=2 'data.x.y=1' `data.{seed,train_files}=`") == [
         "trainer.nodes",
         "data.x.y",

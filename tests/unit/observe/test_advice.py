@@ -11,7 +11,7 @@ GOOD = Settings(
     optimizer_steps_per_rollout=1,
     gradient_checkpointing=False,
     async_reward=True,
-    filter_groups=True,
+    groups_cost=False,
     num_ranks=2,
 )
 SECONDS = {"step": 10.0, "gen": 4.0, "update_actor": 4.0, "reward": 1.0, "old_log_prob": 1.0}
@@ -36,7 +36,7 @@ def test_nothing_to_say():
             "balance_batch=True",
         ),
         ({}, {"response_length/mean": 100, "response_length/max": 800}, "8.0 times the mean"),
-        ({"filter_groups": False}, {"critic/group_zero_std_fraction": 0.4}, "40% of the groups"),
+        ({"groups_cost": True}, {"critic/group_zero_std_fraction": 0.4}, "40% of the groups"),
         ({"async_reward": False}, {}, "launch_reward_fn_async"),
         ({"old_log_probs": "recompute"}, {}, "old_log_probs=auto"),
         ({"gradient_checkpointing": True}, {"perf/memory_used_fraction": 0.2}, "enable_gradient_checkpointing=False"),
@@ -63,7 +63,7 @@ def test_no_cause_no_sentence(changes, metrics):
 
 def test_the_costliest_cause_wins():
     metrics = {"critic/group_zero_std_fraction": 0.9, "perf/micro_batch_fill": 0.62, "perf/micro_batches": 4}
-    assert "90% of the groups" in advise(SECONDS, metrics, settings(filter_groups=False))
+    assert "90% of the groups" in advise(SECONDS, metrics, settings(groups_cost=True))
 
 
 def test_housekeeping_is_named_by_its_key():

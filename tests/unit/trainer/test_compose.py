@@ -323,7 +323,9 @@ def test_flags_of_other_projects_are_answered(capsys):
     with pytest.raises(SystemExit):
         run_main(lambda config: pytest.fail("must not run"), ["--num-generations", "8", "--lora"])
     message = capsys.readouterr().err
-    assert "Colossal-RL's --num-generations is our actor_rollout_ref.rollout.n; unknown option --lora" in message
+    assert (
+        "Colossal-RL's and TRL's --num-generations is our actor_rollout_ref.rollout.n; unknown option --lora" in message
+    )
 
 
 def test_the_saved_config_composes_to_the_same_run(tmp_path):

@@ -88,7 +88,7 @@ def download(recipe: Recipe) -> Path:
     try:
         root = Path(snapshot_download(recipe.hub, repo_type="dataset", allow_patterns=patterns))
     except Exception as error:  # of the network, the hub or the cache: many kinds, one remedy
-        reason = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0].rstrip(".")
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") else ""
         raise ValueError(
             f"{recipe.hub} cannot be downloaded{offline}: {reason}. Set HF_ENDPOINT to a mirror or HTTPS_PROXY, or get "

@@ -23,7 +23,7 @@ class Settings:
     optimizer_steps_per_rollout: int
     gradient_checkpointing: bool
     async_reward: bool
-    filter_groups: bool
+    groups_cost: bool  # those without a signal are computed, and teach nothing
     num_ranks: int
     save_freq: int | None = None
     test_freq: int | None = None
@@ -94,7 +94,7 @@ def groups_without_signal(
 ) -> Cause | None:
     """Work on prompts whose responses all got the same reward teaches nothing."""
     share = metrics.get("critic/group_zero_std_fraction", 0.0)
-    if settings.filter_groups or share <= 0:
+    if not settings.groups_cost or share <= 0:
         return None
     worked = sum(seconds.get(name, 0.0) for name in ("gen", "update_actor", "old_log_prob", "ref"))
     return Cause(

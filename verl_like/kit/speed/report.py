@@ -106,7 +106,7 @@ def settings_of(config: PPOConfig, plan: BatchPlan) -> Settings:
         optimizer_steps_per_rollout=plan.roles[ACTOR].updates_per_step,
         gradient_checkpointing=config.actor_rollout_ref.model.enable_gradient_checkpointing,
         async_reward=config.reward_model.launch_reward_fn_async,
-        filter_groups=config.algorithm.filter_groups.enable,
+        groups_cost=not (config.algorithm.filter_groups.enable or config.distillation.alone),
         num_ranks=plan.world_size,
         save_freq=config.trainer.save_freq,
         test_freq=config.trainer.test_freq,

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_like.config.errors import input_errors, raise_if_any
-from verl_like.config.parser import number
+from verl_like.config.parser import Parser, number
+from verl_like.trainer.command_line import add_config_arguments, user_files
 
 if TYPE_CHECKING:
     from verl_like.config import PPOConfig
@@ -20,9 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `verl-like selfcheck`."""
     parser.add_argument("--rows", type=number(1, kind=int), default=12, help="random rows of the mini-batch")
     parser.add_argument("--ranks", type=number(1, kind=int), default=2, help="of the data-parallel check; 1: none")
-    parser.add_argument(
-        "overrides", nargs="*", help="keys of main_ppo, as for the run itself; without model.path a tiny model is made"
-    )
+    add_config_arguments(parser)
 
 
 def _not_of_a_plain_step(config: PPOConfig) -> Iterator[str]:
@@ -43,13 +42,21 @@ def run(arguments: argparse.Namespace) -> None:
     from verl_like.models.location import missing_places
     from verl_like.trainer.compose import compose
 
+    keys = arguments
+    if arguments.passed:  # behind --, as for the run itself: its options too
+        line = Parser(prog="verl-like selfcheck --", mixed=True)
+        add_config_arguments(line)
+        before = argparse.Namespace(config_path=arguments.config_path, config_name=arguments.config_name)
+        keys = line.parse_args([*arguments.overrides, *arguments.passed], before)
     with tempfile.TemporaryDirectory() as folder, input_errors():
-        config = compose(arguments.overrides)
+        files = user_files(keys)
+        config = compose(keys.overrides, files)
         raise_if_any(_not_of_a_plain_step(config))
         model = config.actor_rollout_ref.model.path
         if model == ModelConfig().path and not Path(model).expanduser().exists():
             model = f"none given (actor_rollout_ref.model.path); {DESCRIPTION}"
-            config = compose([*arguments.overrides, f"actor_rollout_ref.model.path={write_tiny_model(Path(folder))}"])
+            tiny = f"actor_rollout_ref.model.path={write_tiny_model(Path(folder))}"
+            config = compose([*keys.overrides, tiny], files)
         raise_if_any(missing_places(config).values())
         config = with_noise(config, Path(folder) / "adapters")
         findings, notes = SelfCheck(config=config, num_rows=arguments.rows).run(ranks=arguments.ranks)
