@@ -704,6 +704,27 @@ MESH = [
         "engine/test_pipeline_parallel.py",
     ),
     Mutation(
+        "late gradients stay with the rank that has them",
+        "parallel/late_gradients.py",
+        "parts = [Partial()] * weight.device_mesh.ndim",
+        "parts = [torch.distributed.tensor.Replicate()] * weight.device_mesh.ndim",
+        "engine/test_meshes.py",
+    ),
+    Mutation(
+        "neighbours share a row by its tokens, and have another stage",
+        "parallel/mesh.py",
+        "apart = self.sizes.pipe",
+        "apart = 1",
+        "engine/test_meshes.py",
+    ),
+    Mutation(
+        "every rank that shares a row with others tells its loss, in stages",
+        "engine/fsdp.py",
+        "metrics.append(self._counted_once(found))",
+        "metrics.append(found)",
+        "engine/test_meshes.py",
+    ),
+    Mutation(
         "a tied weight counts twice in the gradient norm",
         "parallel/fsdp.py",
         "if stage is None or stage.counts(n)]",

@@ -74,7 +74,7 @@ class FSDPConfig(ConfigNode):
     them. 1: FSDP gathers all experts of a layer everywhere."""
     pipeline_parallel_size: int = key(1, at_least(1), unit="processes")
     """Neighbouring processes, out of those of fsdp_size, that hold the layers of one stage each and hand the same
-    sequences on to each other; 1: none."""
+    sequences on to each other; 1: none. The other sizes are then those of processes with the same stage."""
     virtual_pipeline_size: int = key(1, at_least(1), unit="pieces", idle=_NO_STAGES)
     """Pieces of layers that each stage has, which take turns: a micro-batch goes round the stages as many times, and at
     both ends of an update they wait for a piece's pass, not for a stage's."""

@@ -15,6 +15,7 @@ The last axis are the nearest neighbours. parallel/mesh.py makes groups of proce
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -56,6 +57,11 @@ class MeshSizes:
         return self.fsdp_size if 0 < self.fsdp_size < self.world else self.world
 
     @property
+    def stage(self) -> int:
+        """Processes of one copy that hold the same stage of its layers: all of them where there are no stages."""
+        return max(1, self.copy // self.pipe)
+
+    @property
     def replicate(self) -> int:
         """Copies of the model."""
         return max(1, self.world // self.copy)
@@ -76,6 +82,11 @@ class MeshSizes:
         return self.parts_of_row * self.pipe
 
     @property
+    def together(self) -> int:
+        """The fewest processes that these axes can have."""
+        return math.lcm(self.ranks_per_row, self.expert * self.pipe)
+
+    @property
     def data_parallel(self) -> int:
         """Groups of processes that get rows of their own."""
         return max(1, self.world // self.ranks_per_row)
@@ -83,10 +94,13 @@ class MeshSizes:
     def weights(self, split: int = 1) -> dict[str, int]:
         """Axes, outer ones first, over which FSDP shards weights that are split over `split` processes before."""
         axes = {"replicate": self.replicate} if self.replicate > 1 else {}
-        return axes | {"shard": self.copy // split}
+        return axes | {"shard": self.stage // split}
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (axis, what its size does not divide); nothing where all fits."""
+        """Yield (axis, what its size does not divide); nothing where all fits.
+
+        What: "world", "copy", or, where stages alone would fit, "stage".
+        """
         for axis in ("context", "ulysses", "tensor", "pipe"):
             if self.world % getattr(self, axis):
                 yield axis, "world"
@@ -97,6 +111,11 @@ class MeshSizes:
         for axis in ("tensor", "expert", "pipe"):
             if self.copy % getattr(self, axis) and not (axis != "expert" and self.copy == self.world):
                 yield axis, "copy"
+        if self.pipe > 1 and not self.copy % self.pipe:
+            for axis in ("slices", "tensor", "expert"):
+                size, whole = getattr(self, axis), self.world if axis == "slices" else self.copy
+                if not whole % size and whole // self.pipe % size:
+                    yield axis, "stage"
 
 
 def tokens_together(tokens: int, slices: int) -> int:

@@ -264,7 +264,7 @@ class FSDPEngine(ShardedModel):
             answers = self._pass(inputs, want, temperature)
         if self._pipe is not None:
             self._pipe.finish()
-            answers = self._pipe.of_last(answers)
+            answers = {name: value.to(self.device) for name, value in self._pipe.of_last(answers).items()}
         return answers
 
     def _model_input(self, rows: Sequences | None, *, notes_routes: bool = False) -> packing.ModelInput:
@@ -349,8 +349,7 @@ class FSDPEngine(ShardedModel):
         Ranks of a tensor group draw alike, because they hold the same activations.
         """
         assert self.schedule is not None
-        axis = self._mesh.tensor
-        rank = self.process.rank if axis is None else self.process.rank // axis.group.size
+        rank = self.process.rank if self._mesh.tensor is None else self._mesh.tensor.first
         place = f"{self._seed}/{self.kind}/{rank}/{self.schedule.steps_done}/{self._updates}"
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(int.from_bytes(hashlib.blake2b(place.encode(), digest_size=7).digest(), "little"))
@@ -480,7 +479,7 @@ class FSDPEngine(ShardedModel):
                 loss, found = self._loss(objective, answers, rows)
                 loss = loss if loss.requires_grad else loss + microbatch.zero_loss(answers)
                 outputs[piece, i] = [self._loss_scale.of(loss)]
-                metrics.append(found)
+                metrics.append(self._counted_once(found))
         pipe.finish()
         return metrics
 

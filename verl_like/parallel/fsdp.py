@@ -92,11 +92,17 @@ class Sharding:
             "offload_policy": offload,
         }
         self._stage = None if mesh.pipe is None else Stage(model, stages or {}, mesh.pipe)
-        own_units = {id(module) for module in experts}
-        layers = [layer for layer in layers if id(layer) not in own_units]
+        own_units, held = set(experts), set[nn.Module]()
+        layers = [layer for layer in layers if layer not in own_units]
+        self._of_experts = {f"{n}.{w}" for n, m in model.named_modules() if m in own_units for w in m._parameters}
         for unit in sorted([*layers, *experts], key=_num_modules):  # inner before outer
-            if id(unit) in own_units:
-                weights.fill(unit, mesh.expert)
+            weights.fill(unit, mesh.expert if unit in own_units else None)
+            if splitter is not None and unit not in own_units:
+                splitter.split(unit)
+            if self._stage is not None and self._stage.drop(unit):
+                continue
+            held.add(unit)
+            if unit in own_units:
                 if mesh.expert is not None:
                     spread_experts(unit, mesh.expert.group)
                 # Inputs stay as they are: a router's float32 weights of the chosen experts are among them.
@@ -104,12 +110,6 @@ class Sharding:
                 options = {**shared, "mp_policy": policy, "reshard_after_forward": not keep_gathered}
                 fully_shard(unit, mesh=mesh.root if mesh.expert is None else mesh.expert.shards, **options)
                 continue
-            weights.fill(unit)
-            if self._stage is not None and self._stage.drop(unit):
-                layers = [layer for layer in layers if layer is not unit]
-                continue
-            if splitter is not None:
-                splitter.split(unit)
             fully_shard(unit, mesh=mesh.layers, **shared, reshard_after_forward=not keep_gathered)
         if splitter is not None:
             splitter.check_complete()
@@ -117,6 +117,7 @@ class Sharding:
         if self._stage is not None:
             self._stage.drop_the_rest()
         fully_shard(model, mesh=mesh.root, **shared, reshard_after_forward=False)
+        layers, experts = ([unit for unit in units if unit in held] for units in (layers, experts))
         self._units: list[nn.Module] = [model, *layers, *experts]
         self.recovers = self._stage is None and broken_pass.is_possible(self._units)
         in_order = not experts and not _holds_any(layers, self._units)  # that of nested ones is another
@@ -228,25 +229,26 @@ class Sharding:
 
     def gradient_norm(self) -> Tensor:
         """2-norm of the whole gradient, the same on every rank."""
-        if self.mesh.tensor is not None or self.mesh.expert is not None:
-            return self._norm_of_parts()
         stage = self._stage
-        counted = [p.grad for n, p in self.root.named_parameters() if stage is None or stage.counts(n)]
-        norm = torch.nn.utils.get_total_norm([gradient for gradient in counted if gradient is not None])
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        counted = [p for n, p in self.root.named_parameters() if stage is None or stage.counts(n)]
+        if self.mesh.tensor is not None or self.mesh.expert is not None:
+            norm = self._norm_of_parts(counted)
+        else:
+            norm = torch.nn.utils.get_total_norm([p.grad for p in counted if p.grad is not None])
+            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if stage is None:
             return norm
         square = norm.to(self._device).double().square()
         dist.all_reduce(square, group=stage.pipe.group)
         return square.sqrt().float()
 
-    def _norm_of_parts(self) -> Tensor:
+    def _norm_of_parts(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         """Norm from squares summed over the ranks that hold different parts: one sum for each kind of parameter."""
         axes = (self.mesh.tensor, self.mesh.expert)
         kinds: list[tuple[SplitAxis | None, DeviceMesh]] = [(axis, axis.shards) for axis in axes if axis is not None]
         kinds += [(None, mesh) for mesh in {id(each): each for each in (self.mesh.layers, self.mesh.root)}.values()]
         squares = torch.zeros(len(kinds), device=self._device, dtype=torch.float64)
-        for p in self.parameters():
+        for p in parameters:
             if p.grad is not None:
                 kind = (self.mesh.split_of(p), self.mesh.sharded_over(p))
                 wide = torch.promote_types(p.grad.dtype, torch.float32)
@@ -262,23 +264,46 @@ class Sharding:
         """Yield (name, full gradient on the device) of every parameter that has one, for checks."""
         own = {n: (p, p.grad) for n, p in self.root.named_parameters() if p.requires_grad and p.grad is not None}
         if self._stage is not None:
-            yield from self._from_stages(own, self._stage.anywhere(own), dtype)
+            names = self._stage.anywhere(own)
+            yield from ((name, tensor) for name, _, tensor in self._from_stages(own, names, dtype, lambda _: False))
             return
         for name, (parameter, gradient) in own.items():
             yield name, self._gather(parameter, gradient, dtype)
 
     def _from_stages(
-        self, own: Mapping[str, tuple[nn.Parameter, Tensor]], names: Collection[str], dtype: torch.dtype
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, full tensor) of each stage's weights (or their gradients) on all ranks, from their holders.
+        self,
+        own: Mapping[str, tuple[nn.Parameter, Tensor]],
+        names: Collection[str],
+        dtype: torch.dtype,
+        in_parts: Callable[[str], bool],
+    ) -> Iterator[tuple[str, int, Tensor]]:
+        """Yield each stage's weights (or their gradients) on all ranks, from their holders, as `weights_in_parts` does.
 
         Beside its own stage's shards a rank has one tensor of another stage at a time.
         """
         assert self._stage is not None
         for name, shape, holder in self._stage.weights:
-            if name in names:
-                mine = self._gather(*own[name], dtype) if self._stage.counts(name) else None
-                yield name, self._stage.from_holder(mine, shape, holder, dtype=dtype, device=self._device)
+            if name not in names:
+                continue
+            axis = self._sent_in_parts(name, in_parts)
+            parts = self._parts(*own[name], dtype, axis) if self._stage.counts(name) else iter(())
+            first, like = 0, {"dtype": dtype, "device": self._device}
+            for rows in [shape[0]] if axis is None else axis.sent_rows(shape, dtype):
+                part = torch.Size((rows, *shape[1:]))
+                yield name, first, self._stage.from_holder(next(parts, None), part, holder, **like)
+                first += rows
+
+    def _sent_in_parts(self, name: str, in_parts: Callable[[str], bool]) -> SplitAxis | None:
+        """Axis whose ranks send their parts of a weight one by one; None where it is gathered."""
+        return self.mesh.expert if name in self._of_experts and in_parts(name) else None
+
+    def _parts(
+        self, parameter: nn.Parameter, tensor: Tensor, dtype: torch.dtype, axis: SplitAxis | None
+    ) -> Iterator[Tensor]:
+        if axis is None:
+            yield self._gather(parameter, tensor, dtype)
+        else:
+            yield from axis.parts(tensor, self._device, dtype)
 
     def drop_gradients(self) -> None:
         """Free the gradients of all parameters."""
@@ -305,8 +330,7 @@ class Sharding:
         buffers = dict(saved_buffers(self.root))
         if self._stage is not None:
             own, stage = {n: (p, p) for n, p in self.root.named_parameters()}, self._stage
-            for name, tensor in self._from_stages(own, {n for n, _, _ in stage.weights if wanted(n)}, dtype):
-                yield name, 0, tensor
+            yield from self._from_stages(own, {n for n, _, _ in stage.weights if wanted(n)}, dtype, in_parts)
             for name, shape, holder in (each for each in stage.buffers if wanted(each[0])):
                 like = {"dtype": torch.float32, "device": self._device}
                 mine = buffers[name].to(**like, copy=True) if name in buffers else None
@@ -315,14 +339,10 @@ class Sharding:
         for name, parameter in self.root.named_parameters():
             if not wanted(name):
                 continue
-            axis = self.mesh.expert
-            if axis is not None and axis.holds(parameter) and in_parts(name):
-                first = 0
-                for part in axis.parts(parameter, self._device, dtype):
-                    yield name, first, part
-                    first += part.shape[0]
-            else:
-                yield name, 0, self._gather(parameter, parameter, dtype)
+            first = 0
+            for part in self._parts(parameter, parameter, dtype, self._sent_in_parts(name, in_parts)):
+                yield name, first, part
+                first += part.shape[0]
         for name, buffer in buffers.items():
             if wanted(name):
                 yield name, 0, buffer.to(device=self._device, dtype=torch.float32, copy=True)

@@ -6,6 +6,7 @@ it over `root`, or, where it is split before (`SplitAxis`), over the ranks that 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,6 +29,7 @@ class SplitAxis:
 
     shards: the other axes, over which FSDP shards a part: the ranks that hold the same one.
     group: the ranks that hold different parts of one weight.
+    first: the first of them, by its number among all ranks.
     """
 
     def __init__(self, whole: DeviceMesh, name: str) -> None:
@@ -36,6 +38,7 @@ class SplitAxis:
         self.group = SequenceRanks(
             group=self._ranks.get_group(), size=self._ranks.size(), rank=self._ranks.get_local_rank()
         )
+        self.first = int(self._ranks.mesh[0])
 
     def holds(self, tensor: Tensor) -> bool:
         """True for a weight that is split along this axis, and sharded."""
@@ -80,13 +83,17 @@ class SplitAxis:
 
         Collective. A rank holds its own part, and SENT_AT_ONCE bytes (or a row) of another's.
         """
-        own = self.own_part(tensor, device, dtype)
-        rows = max(1, SENT_AT_ONCE // own[0].nbytes)
-        for owner in range(self.group.size):
-            for mine in own.split(rows):
+        own, rows = self.own_part(tensor, device, dtype), self.sent_rows(tensor.shape, dtype)
+        for owner, many in enumerate([rows[: len(rows) // self.group.size]] * self.group.size):
+            for mine in own.split(many):
                 part = mine if owner == self.group.rank else torch.empty_like(mine)
                 dist.broadcast(part, group=self.group.group, group_src=owner)
                 yield part
+
+    def sent_rows(self, shape: torch.Size, dtype: torch.dtype) -> list[int]:
+        """Count the rows of each tensor that `parts` yields of a weight of this shape."""
+        most, own = max(1, SENT_AT_ONCE // (dtype.itemsize * shape[1:].numel())), shape[0] // self.group.size
+        return [min(most, own - first) for first in range(0, own, most)] * self.group.size
 
 
 class ParallelMesh:
@@ -102,10 +109,11 @@ class ParallelMesh:
 
     def __init__(self, sizes: MeshSizes, device: torch.device) -> None:
         for axis, total in sizes.problems():
-            whole = f"{sizes.world} ranks" if total == "world" else f"{NAMES['copy']}={sizes.copy}"
-            raise ValueError(f"{NAMES[axis]}={getattr(sizes, axis)} does not divide the {whole}")
+            whole = {"world": f"{sizes.world} ranks", "copy": f"{NAMES['copy']}={sizes.copy}"}
+            each = whole.get(total, f"{sizes.stage} ranks with a stage of one copy of the model")
+            raise ValueError(f"{NAMES[axis]}={getattr(sizes, axis)} does not divide the {each}")
         self.sizes, self.rank, self._device = sizes, dist.get_rank(), device
-        self.root = self._mesh(sizes.weights()) if sizes.pipe == 1 else self._mesh_of_stage()
+        self.root = self._mesh(sizes.weights())
         self.tensor, self.expert = self._split("tensor", sizes.tensor), self._split("expert", sizes.expert)
         self.slices = self._slices(sizes.context, sizes.ulysses)
         self.pipe = None if sizes.pipe == 1 else self._pipe()
@@ -140,12 +148,10 @@ class ParallelMesh:
         return None if size == 1 else SplitAxis(self._mesh(self.sizes.weights(size) | {name: size}), name)
 
     def _mesh(self, axes: dict[str, int]) -> DeviceMesh:
-        return init_device_mesh(self._device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-
-    def _mesh_of_stage(self) -> DeviceMesh:
         """Mesh of the ranks that hold the same stage: neighbours hold different ones."""
-        axes = self.sizes.weights(self.sizes.pipe)
-        return self._mesh(axes | {"pipe": self.sizes.pipe})[tuple(axes)]
+        every = axes if self.sizes.pipe == 1 else axes | {"pipe": self.sizes.pipe}
+        mesh = init_device_mesh(self._device.type, tuple(every.values()), mesh_dim_names=tuple(every))
+        return mesh if every is axes else mesh[tuple(axes)]
 
     def _pipe(self) -> Pipe:
         every, *ways = (self._neighbours(self.sizes.pipe) for _ in range(3 if self.sizes.virtual == 1 else 5))
@@ -157,15 +163,17 @@ class ParallelMesh:
     def _slices(self, context: int, ulysses: int) -> SequenceRanks | None:
         if self.sizes.slices == 1:
             return None
-        every = self._neighbours(self.sizes.slices)
+        apart = self.sizes.pipe  # of the same stage
+        every = self._neighbours(self.sizes.slices, apart)
         if context == 1:
             return every
-        heads = None if ulysses == 1 else self._neighbours(ulysses)
-        chunks = every if heads is None else self._neighbours(context, ulysses)
+        heads = None if ulysses == 1 else self._neighbours(ulysses, apart)
+        chunks = every if heads is None else self._neighbours(context, ulysses, apart)
         return ContextRanks(group=every.group, size=every.size, rank=every.rank, context=chunks, heads=heads)
 
-    def _neighbours(self, size: int, stride: int = 1) -> SequenceRanks:
-        """Group this rank with those that stand `stride` apart, `size` of them."""
+    def _neighbours(self, size: int, *inner: int) -> SequenceRanks:
+        """Group this rank with those that stand as far apart as the axes inside of this one take, `size` of them."""
+        stride = math.prod(inner)
         span, groups = size * stride, list[Any]()
         for first in (start + i for start in range(0, self.sizes.world, span) for i in range(stride)):
             groups.append(dist.new_group(list(range(first, first + span, stride))))

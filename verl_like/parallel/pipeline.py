@@ -202,19 +202,19 @@ class Stage:
         self._parts = {name: frozenset(place % pipe.size for place in places) for name, places in parts.items()}
         self._pieces = {name: {p // pipe.size for p in ps if p % pipe.size == pipe.rank} for name, ps in parts.items()}
         self._resting: list[tuple[nn.Module, str, nn.Module]] = []  # parent, name there, what another piece has
-        self._names = {id(model.get_submodule(name)): name for name in parts}
+        self._names = {id(module): name for name, module in model.named_modules()}
         self.weights, self.buffers = (
             [(name, tensor.shape, min(self._holders(name))) for name, tensor in named]
             for named in (model.named_parameters(), saved_buffers(model))
         )
 
     def _holders(self, name: str) -> frozenset[int]:
-        return next(stages for part, stages in self._parts.items() if name.startswith(f"{part}."))
+        return next(stages for part, stages in self._parts.items() if f"{name}.".startswith(f"{part}."))
 
     def drop(self, module: nn.Module) -> bool:
-        """Take a module out of the model where other stages hold it; True where it was."""
+        """Take a module out of the model where other stages hold it, or the layer that it is in; True where it was."""
         name = self._names[id(module)]
-        absent = self.pipe.rank not in self._parts[name]
+        absent = self.pipe.rank not in self._holders(name)
         if absent:
             parent, _, own = name.rpartition(".")
             setattr(self._model.get_submodule(parent), own, Absent())

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from verl_like.config import FSDPConfig, PPOConfig
+from verl_like.config.mesh import NAMES
 from verl_like.config.placement import pools_of
 from verl_like.config.roles import RoleConfig, roles_of
 from verl_like.config.rule import all_rules
@@ -83,14 +84,18 @@ def _obstacles(config: PPOConfig, keys: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _indivisible(config: PPOConfig, name: str, role: RoleConfig) -> str:
-    """Say which number of processes the stages do not divide; empty where they do, or it is not known yet."""
+    """Say why the stages do not go into the processes; empty where they do, or these are not known yet."""
     per_node = config.trainer.n_gpus_per_node
     if not isinstance(per_node, int):
         return ""
     pools = (pool for pool in pools_of(config, config.trainer.nnodes * per_node) if name in pool.roles)
     sizes = role.mesh(next(pools).world_size)
-    total = next((total for axis, total in sizes.problems() if axis == "pipe"), None)
-    return f"it does not divide {getattr(sizes, total)} processes" if total else ""
+    for axis, total in sizes.problems():
+        if axis == "pipe":
+            return f"it does not divide {getattr(sizes, total)} processes"
+        if total == "stage":
+            return f"{NAMES[axis]}={getattr(sizes, axis)} does not divide the {sizes.stage} processes of a stage"
+    return ""
 
 
 def _of_model(role: RoleConfig, fsdp: FSDPConfig) -> str:

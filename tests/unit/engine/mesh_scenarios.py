@@ -10,7 +10,10 @@ from torch import Tensor
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from tests.unit.engine.row_groups import RowGroup
-from tests.unit.engine.tiny import PolicyLoss, build_engine, denominators, experience
+from tests.unit.engine.scenarios import by_row
+from tests.unit.engine.tensor_scenarios import trained_lora
+from tests.unit.engine.tiny import PolicyLoss, ValueLoss, build_engine, denominators, experience
+from verl_like.batch import Experience
 from verl_like.config.batch_plan import MicroBatchRule
 from verl_like.config.fsdp import FSDPConfig
 from verl_like.config.mesh import MeshSizes
@@ -32,11 +35,12 @@ class Place(RowGroup):
         self.sizes = MeshSizes(world=process.world_size, **mesh)
         super().__init__(process, self.sizes.ranks_per_row)
 
-    def engine(self, path: str, **more: Any) -> FSDPEngine:
+    def engine(self, path: str, schedule: str = "1f1b", model: dict[str, Any] | None = None, **more: Any) -> FSDPEngine:
         sizes = {f"{name}_parallel_size": getattr(self.sizes, name) for name in ("context", "tensor", "expert")}
-        fsdp = FSDPConfig(fsdp_size=self.sizes.fsdp_size, pipeline_parallel_size=self.sizes.pipe, **sizes)
+        sizes |= {"pipeline_parallel_size": self.sizes.pipe, "virtual_pipeline_size": self.sizes.virtual}
+        fsdp = FSDPConfig(fsdp_size=self.sizes.fsdp_size, pipeline_schedule=schedule, **sizes)
         with mock.patch.object(sharded_model, "dtype_of", lambda name: torch.float64):
-            settings = {"experts_implementation": "eager"}  # grouped products have no such precision
+            settings = {"experts_implementation": "eager"} | (model or {})  # grouped products have no such precision
             return build_engine(self.process, path, ulysses=self.sizes.ulysses, fsdp=fsdp, model=settings, **more)
 
 
@@ -52,10 +56,17 @@ wide = mock.patch.object(modeling_qwen3_moe, "torch", _Wide())
 
 @wide
 def gradients(process: ProcessInfo, path: str, mesh: Mesh) -> dict[str, Tensor]:
-    place, batch = Place(process, mesh), experience(16, rows_per_prompt=2, max_response=40)
-    objective = Objective(PolicyLoss(), denominators(batch), temperature=1.0)
-    (engine := place.engine(path)).accumulate(place.rows(batch), objective, RULE)
+    return in_full(place := Place(process, mesh), place.engine(path))
+
+
+def in_full(place: Place, engine: FSDPEngine) -> dict[str, Tensor]:
+    batch, loss = batch_of(), PolicyLoss() if engine.kind == "policy" else ValueLoss()
+    engine.accumulate(place.rows(batch), Objective(loss, denominators(batch), temperature=1.0), RULE)
     return {name: gradient.clone() for name, gradient in engine.sharding.full_gradients(torch.float64)}
+
+
+def batch_of() -> Experience:
+    return experience(16, rows_per_prompt=2, max_response=40)
 
 
 @wide
@@ -79,3 +90,31 @@ def everything(process: ProcessInfo, paths: dict[str, str], meshes: dict[str, Me
     return {
         name: what(process, paths["experts" if "expert" in mesh else "plain"], mesh) for name, mesh in meshes.items()
     }
+
+
+def beside_stages(
+    process: ProcessInfo, paths: dict[str, str], meshes: dict[str, Mesh], saved: str, others: str
+) -> dict[str, Any]:
+    """What `trains` tells of each mesh. others: begin of the folders that one rank has saved, by model."""
+    found = dict[str, Any]()
+    for name, mesh in meshes.items():
+        kind = "experts" if "expert" in mesh else "plain"
+        found[name] = trains(process, paths[kind], mesh, f"{saved}_{name}", f"{others}_{kind}")
+    return found
+
+
+@wide
+def trains(process: ProcessInfo, path: str, mesh: Mesh, saved: str, others: str | None) -> dict[str, Any]:
+    """Three steps of AdamW, with a checkpoint; the third from what `others` saved; other gradients and outputs."""
+    place = Place(process, mesh)
+    found, batch = place.checkpoints(path, saved, others), place.rows(batch_of())
+    schedule, lora = "1f1b" if mesh == {} or "tensor" in mesh else "zero_bubble", {"lora_rank": 4, "lora_alpha": 8}
+    found["gradients_late"] = in_full(place, place.engine(path, schedule))
+    adapted = trained_lora(place.engine(path, model=lora | {"target_modules": r".*(q_proj|o_proj)"}))
+    found["gradients_adapters"] = in_full(place, adapted)
+    found["gradients_critic"] = in_full(place, critic := place.engine(path, kind="value"))
+    found["outputs"] = by_row(batch, critic.forward(batch, want=frozenset({"values"}), rule=RULE))
+    engine = place.engine(path)
+    found["outputs"] |= by_row(batch, engine.forward(batch, want=frozenset({"log_probs", "entropy"}), rule=RULE))
+    found["held"] = sorted(name for name, _ in engine.sharding.root.named_parameters())
+    return found

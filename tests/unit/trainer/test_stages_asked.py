@@ -23,7 +23,8 @@ BASE = (
 GRPO = (*BASE, "algorithm.adv_estimator=grpo")
 
 
-ACTOR_TENSOR = f"{A}.fsdp_config.tensor_parallel_size=2"
+EXPERT = "megatron.expert_model_parallel_size"
+NOT_DIVIDED = "does not divide the {} processes of a stage: FSDP"
 
 
 @pytest.mark.parametrize(
@@ -31,10 +32,10 @@ ACTOR_TENSOR = f"{A}.fsdp_config.tensor_parallel_size=2"
     [
         ((f"{A}.{PIPE}=2",), (2, 2), []),
         ((f"{A}.{PIPE}=2", f"{REF}.{PIPE}=1"), (2, 1), []),
-        ((f"{A}.{PIPE}=2", f"{A}.{TENSOR}=2"), (1, 1), [f"{A}.{PIPE}=2: beside {ACTOR_TENSOR}"]),
-        ((f"{A}.{PIPE}=2", f"{REF}.{TENSOR}=2"), (2, 1), [f"beside {REF}.fsdp_config.tensor_parallel_size=2"]),
-        ((f"{A}.{TENSOR}=2", f"{A}.{PIPE}=2", f"{REF}.{PIPE}=4", f"{REF}.{TENSOR}=1"), (1, 4), [f"{A}.{PIPE}=2"]),
-        ((f"{A}.{PIPE}=2", f"{A}.megatron.expert_model_parallel_size=2"), (1, 1), ["expert_parallel_size=2"]),
+        ((f"{A}.{PIPE}=2", f"{A}.{TENSOR}=2"), (2, 2), []),
+        ((f"{A}.{PIPE}=2", f"{A}.{EXPERT}=4", f"{A}.megatron.context_parallel_size=2"), (2, 2), []),
+        ((f"{A}.{PIPE}=4", f"{A}.{TENSOR}=4", f"{REF}.{PIPE}=1"), (1, 1), [NOT_DIVIDED.format(2)]),
+        ((f"{A}.{PIPE}=2", f"{A}.{EXPERT}=8", f"{REF}.{PIPE}=2", f"{REF}.{EXPERT}=4"), (1, 2), [NOT_DIVIDED.format(4)]),
         ((f"{A}.{PIPE}=2", "actor_rollout_ref.model.lora_rank=8"), (2, 2), []),
         ((f"{A}.{PIPE}=2", f"{A}.kl_loss_type=full"), (1, 1), ["kl_loss_type=full"]),
         ((f"{A}.{PIPE}=2", f"{A}.router.balance_loss_coef=0.1"), (1, 1), ["balance_loss_coef=0.1"]),
@@ -53,8 +54,8 @@ def test_stages_are_had_where_rules_let_them(asked: tuple[str, ...], sizes: tupl
 
 
 def test_what_the_own_key_asks_for_is_refused_as_ever() -> None:
-    with pytest.raises(ConfigError, match="stages go with fsdp_size alone"):
-        compose_with_warnings([*GRPO, f"{A}.fsdp_config.pipeline_parallel_size=2", f"{A}.{TENSOR}=2"])
+    with pytest.raises(ConfigError, match="it compares whole heads"):
+        compose_with_warnings([*GRPO, f"{A}.fsdp_config.pipeline_parallel_size=2", f"{A}.kl_loss_type=full"])
 
 
 def test_the_critic_has_stages_of_its_own() -> None:
@@ -78,7 +79,7 @@ def test_pieces_are_had_where_the_layers_let_them(tmp_path: Path, pieces: object
 
 
 def test_pieces_of_stages_that_are_taken_back_have_no_effect() -> None:
-    config, warnings = compose_with_warnings([*GRPO, f"{A}.{PIPE}=2", f"{A}.{PIECES}=2", f"{A}.{TENSOR}=2"])
+    config, warnings = compose_with_warnings([*GRPO, f"{A}.{PIPE}=2", f"{A}.{PIECES}=2", f"{A}.kl_loss_type=full"])
     assert config.actor_rollout_ref.actor.fsdp_config.pipeline_parallel_size == 1
     assert any("virtual_pipeline_size" in line and "no stages" in line for line in warnings), warnings
 

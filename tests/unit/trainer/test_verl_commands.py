@@ -151,9 +151,9 @@ def test_scripts_for_megatron_compose_with_the_sizes_of_one_mesh(shared_data: Pa
         if each.plan is not None:
             actor = each.plan.roles["actor"]
             sizes[Path(name).stem] = (actor.config.tensor, actor.config.context, actor.data_parallel_size)
-    assert sizes["run_qwen2-7b_math_megatron"] == (2, 1, 4)  # 8 GPUs, a pipeline of 2: FSDP has twice the rows at once
-    assert sizes["run_qwen3_vl-8b-megatron"] == (1, 2, 4)  # with context parallelism, tensor parallelism is FSDP's too
-    assert sizes["run_moonlight16b_a3b_gsm8k_megatron"] == (1, 1, 32)  # and with experts that are spread
+    assert sizes["run_qwen2-7b_math_megatron"] == (2, 1, 2)  # 8 GPUs, two stages
+    assert sizes["run_qwen3_vl-8b-megatron"] == (1, 2, 2)  # with context parallelism, tensor parallelism is FSDP's too
+    assert sizes["run_moonlight16b_a3b_gsm8k_megatron"] == (1, 1, 16)  # and with experts that are spread
 
 
 @pytest.mark.parametrize(

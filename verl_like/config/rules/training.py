@@ -61,22 +61,19 @@ _OFFLOAD = "enable_activation_offload"
 
 @rule(
     *(role.pipe_key for role in _ROLES),
-    *dict.fromkeys(
-        key for role in _ROLES for key in (role.tensor_key, role.ulysses_key, role.context_key, role.expert_key)
-    ),
+    *(key for role in _ROLES for key in (role.tensor_key, f"{role.sharding_section}.pipeline_schedule")),
     *dict.fromkeys(f"{role.model_section}.{_OFFLOAD}" for role in _ROLES if role.optim),
     *(f"{section}.use_torch_compile" for section in (_ACTOR, _REF)),
     *_ROUTES,
     *_COMPARED,
 )
 def pipeline_parallel_role(config: PPOConfig) -> Findings:
-    """Stages of a role go with FSDP alone: no other parallel size, no routes, no exact divergence."""
+    """Stages of a role exclude routes, exact divergences, compiled layers, and late gradients of split ones."""
     policy, with_stages = config.actor_rollout_ref, [r for r in roles_of(config).values() if r.mesh(1).pipe > 1]
     for role in with_stages:
-        sizes = {role.tensor_key: role.tensor, role.ulysses_key: role.ulysses, role.context_key: role.context}
-        for key, size in (sizes | {role.expert_key: role.fsdp.expert_parallel_size}).items():
-            if size > 1:
-                yield (role.pipe_key, key), "stages go with fsdp_size alone; set one to 1"
+        if role.tensor > 1 and role.fsdp.pipeline_schedule == "zero_bubble":
+            key = f"{role.sharding_section}.pipeline_schedule"
+            yield (key, role.tensor_key), "split layers have no weights' passes; use 1f1b"
         if role.optim is not None and role.model.enable_activation_offload:
             yield (role.pipe_key, f"{role.model_section}.{_OFFLOAD}"), "not available with stages; leave one out"
         if role.compile_blocks:

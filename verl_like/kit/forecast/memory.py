@@ -354,7 +354,7 @@ def model_of(role: RoleConfig, shape: memory.Shape, machine: Machine, processes:
         shape=shape,
         path=path,
         fsdp=fsdp,
-        shards=mesh.copy // mesh.pipe,
+        shards=mesh.stage,
         master=master,
         trained=trained,
         state=2.0 * master if state is None else state,

@@ -106,8 +106,7 @@ def _proved(config: PPOConfig, notes: list[str]) -> tuple[list[Finding], list[st
 
 def _ranks(config: PPOConfig, ranks: int) -> int:
     """At least so many that the ranks that share rows, or the experts of a layer, are together."""
-    roles = roles_of(config).values()
-    together = math.lcm(*(size for role in roles for size in (role.ranks_per_row, role.fsdp.expert_parallel_size)))
+    together = math.lcm(*(role.mesh(1).together for role in roles_of(config).values()))
     return math.ceil(ranks / together) * together
 
 
