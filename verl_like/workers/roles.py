@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from verl_like.algorithms.objectives import PolicyObjective, ValueObjective
 from verl_like.batch import Denominators, Evaluated, Experience, Metric, Sequences
@@ -48,10 +48,18 @@ class TrainedRole:
         """Checksums of every weight in float32, the same however it is sharded (collective)."""
         return self.engine.weight_checksums(torch.float32)
 
-    def full_weights(self) -> dict[str, Tensor]:
-        """Gather every weight in float32, adapters added in, on the first rank's host (collective); others get none."""
-        weights = self.engine.export_weights(torch.float32)
-        return {name: tensor.cpu() for name, tensor in weights if self.engine.process.rank == 0}
+    def write_weights(self, path: str) -> list[tuple[str, torch.Size]]:
+        """Write every weight in float32, adapters added in, behind each other into a file, by the first rank.
+
+        Collective; returns names and shapes in the file's order. One weight at a time is gathered.
+        """
+        found = []
+        with open(path if self.engine.process.rank == 0 else os.devnull, "wb") as file:
+            for name, tensor in self.engine.export_weights(torch.float32):
+                tensor.detach().cpu().numpy().tofile(file)
+                found.append((name, tensor.shape))
+                del tensor  # before the next is gathered
+        return found
 
     def save(self, path: str) -> list[str]:
         """Write a checkpoint, unless it holds tensors that are not finite; return their names (FSDPEngine.save)."""

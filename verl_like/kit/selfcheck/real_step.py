@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -186,9 +187,7 @@ def _step(trainer: PPOTrainer, around: _Around, kept: dict[str, _Kept]) -> RealS
         experience=around.stages["experience"],
         kl_coef=around.facts["kl_coef"],
         minibatches={name: each.minibatches for name, each in kept.items()},
-        weights={
-            name: _laid_down(each.handle.call_all("full_weights")[0], trainer.config) for name, each in kept.items()
-        },
+        weights={name: _weights_of(each.handle, str(trainer.config.trainer.log_dir)) for name, each in kept.items()},
     )
 
 
@@ -225,11 +224,16 @@ class _Around:
     wait = update_begins = step_ended = validated = complete = sync = weights_changed = _nothing
 
 
-def _laid_down(weights: dict[str, Tensor], config: PPOConfig) -> dict[str, Tensor]:
-    """Move tensors to a file of the proof's folder, so that they are in memory only while they are read."""
-    with tempfile.NamedTemporaryFile(dir=config.trainer.log_dir) as file:
-        torch.save(weights, file.name)
-        return torch.load(file.name, mmap=True)
+def _weights_of(handle: RoleHandle, folder: str) -> dict[str, Tensor]:
+    """Weights of a role in a file of `folder`, in memory only while they are read.
+
+    The ranks write it: an answer of that size would stay in the memory of driver, rank and Ray's store.
+    """
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        names, shapes = zip(*handle.call_all("write_weights", file.name)[0], strict=True)
+        sizes = [math.prod(shape) for shape in shapes]
+        flat = torch.from_file(file.name, size=sum(sizes), dtype=torch.float32)
+    return {name: part.view(shape) for name, shape, part in zip(names, shapes, flat.split(sizes), strict=True)}
 
 
 class _Kept:
