@@ -14,7 +14,7 @@ import pytest
 
 from tests.architecture.source import Source, package_sources, parse
 
-MOST_LINES = {"core": 36_068, "plugins": 16_691, "kit": 11_820}  # of code, by ring
+MOST_LINES = {"core": 36_069, "plugins": 16_694, "kit": 11_820}  # of code, by ring
 MOST_SMALL_FILES = {
     "core": 36,
     "plugins": 39,
