@@ -46,9 +46,10 @@ def header(handle: MediaHandle, max_megapixels: float) -> tuple[int, int]:
     """
     image, data = _opened(handle, cell_of(handle))
     with image:
+        size = bounded(handle, image.size, max_megapixels)  # before PIL decodes all of it, to find its EXIF
         marked = any(mark in data for mark in _MARKS.get(str(image.format), (b"",)))
         lies = marked and _turn(image) in [_TURN[number] for number in (5, 6, 7, 8)]
-        return bounded(handle, image.size[::-1] if lies else image.size, max_megapixels)
+        return size[::-1] if lies else size
 
 
 def bounded(handle: MediaHandle, size: tuple[int, int], max_megapixels: float) -> tuple[int, int]:

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from numpy.typing import NDArray
 from PIL import Image
+from PIL.PngImagePlugin import PngImageFile
 from transformers.image_utils import load_image
 
 from tests.unit.models import tiny_vision as tiny
@@ -196,6 +197,17 @@ def test_a_wrong_image_is_named(tmp_path: Path, cell: Any, message: str) -> None
     with pytest.raises(MediaError, match=message):
         header(found, 1)
         decoded(found)
+
+
+def test_a_size_is_bounded_before_pixels_are_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PIL decodes all of a PNG to find the EXIF behind its pixels."""
+    found, decoded_ones = handle(tmp_path, {"bytes": tiny.picture(0, 1100, 1000) + b"eXIf"}), list[Any]()
+    monkeypatch.setattr(PngImageFile, "load", lambda image: decoded_ones.append(image))
+    with pytest.raises(MediaError, match=r"more than data\.max_image_megapixels=1"):
+        header(found, 1)
+    assert not decoded_ones
+    header(found, 2)
+    assert decoded_ones
 
 
 def test_a_file_that_is_gone(tmp_path: Path) -> None:

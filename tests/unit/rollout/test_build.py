@@ -66,9 +66,10 @@ WIDE = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
         ),
         ("granitemoehybrid", {}, {}, "cpu", ""),  # transformers calls its Mamba layers linear attention as well
         ("gpt_oss", {}, {}, "cpu", r"name=vllm on device cpu, .*'gpt_oss': .* no kernel for its experts; set name=hf"),
+        ("cohere2", {}, {}, "cuda", r"name=vllm on device cuda, .*'cohere2': .*a token longer"),
     ],
 )
-def test_models_that_vllm_cannot_run_on_a_cpu(
+def test_models_that_vllm_cannot_run(
     model: str, changes: dict[str, Any], rollout: dict[str, Any], device: str, message: str
 ) -> None:
     asked = RolloutConfig(**{"name": "vllm", **rollout})

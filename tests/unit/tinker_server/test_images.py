@@ -153,8 +153,9 @@ def test_samples_and_scores_see_the_images(engines: Engines, limits: Limits, mod
 @pytest.mark.parametrize(
     ("file", "image", "words"),
     [
-        (b"", {}, r"data\[0\].model_input.chunks\[1\] is no image that PIL can open \(0 bytes\)"),
-        (b"GIF", {}, "is no image"),
+        (b"", {}, r"data\[0\].model_input.chunks\[1\] is neither a png nor a jpeg \(0 bytes\)"),
+        (picture(1, 84, 56, "EPS"), {}, "is neither a png nor a jpeg"),  # for which PIL would start another program
+        (FILES[0][:9], {}, "is no image that PIL can open"),
         (picture(1, 112, 112), {}, "has 112 x 112 pixels, more than data.max_image_megapixels=0.01"),
         (FILES[0], {"expected_tokens": 7}, "expected_tokens=7: this image has 6 tokens"),
         (FILES[0], {"override_dimensions": {}}, "override_dimensions is not available"),

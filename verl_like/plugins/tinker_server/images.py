@@ -17,6 +17,8 @@ from verl_like.models.images import MediaError, place_of
 from verl_like.models.vision import VisionProcessor
 from verl_like.plugins.tinker_server.bodies import Refused
 
+_SIGNATURES = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"  # of other formats PIL hands some to programs (Ghostscript)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
@@ -53,6 +55,8 @@ class Reader:
     def _placed(self, picture: Picture, place: str) -> tuple[list[int], MediaHandle]:
         if self.vision is None:
             raise Refused(f"{place} is an image: the model of this server reads text alone")
+        if not picture.data.startswith(_SIGNATURES):
+            raise Refused(f"{place} is neither a png nor a jpeg ({len(picture.data)} bytes)")
         source = "data:;base64," + base64.b64encode(picture.data).decode()
         handle = MediaHandle(kind="image", path="a request", column="chunks", row=0, number=0, source=source)
         try:

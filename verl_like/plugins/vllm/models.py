@@ -12,15 +12,18 @@ from transformers import PretrainedConfig
 
 from verl_like.config import RolloutConfig
 
-# Types that its CPU build cannot run, or whose log-probs are not the trainer's there
-NOT_ON_CPU: dict[str, str] = {
+# Types that it cannot run, or whose log-probs are not the trainer's, on any device
+NOWHERE: dict[str, str] = {
     "cohere2": "vLLM's window is a token longer than transformers'",
+    "bamba": "vLLM has no model of it any more",
+}
+# The same of its CPU build
+NOT_ON_CPU: dict[str, str] = NOWHERE | {
     "phi": "vLLM's head has no bias",
     "gpt_neox": "vLLM's CPU build crashes: its attention takes no slices of fused queries, keys and values",
     "gpt_oss": "vLLM's CPU build has no kernel for its experts",
     "jamba": "vLLM's CPU build has no kernel for Mamba 1",
     "minimax_m2": "vLLM's CPU build has no routers with sigmoid scores of its kind",
-    "bamba": "vLLM has no model of it any more",
     "qwen3_5_moe_text": "in bfloat16, its only type there, log-probs of samples are 0.08 off, 2.2 times what hf's are",
     **dict.fromkeys(
         ("qwen3_5", "qwen3_5_moe", "qwen3_vl_moe", "gemma3", "mistral3"),
@@ -37,14 +40,13 @@ _DELTA_HEADS = (64, 128)  # sizes that its CPU kernel of the delta rule is made 
 
 def require_model(rollout: RolloutConfig, config: PretrainedConfig, device_type: str, max_model_len: int) -> None:
     """Check that vLLM can run a model of this type on this device. Raises ValueError, naming key and fix, otherwise."""
-    if device_type != "cpu":
-        return
     name, section, text = config.model_type, "actor_rollout_ref.rollout", config.get_text_config()
-    if name in NOT_ON_CPU:
+    if (why := (NOT_ON_CPU if device_type == "cpu" else NOWHERE).get(name)) is not None:
         raise ValueError(
-            f"{section}.name=vllm on device cpu, with a model of type {name!r}: {NOT_ON_CPU[name]}; set name=hf"
+            f"{section}.name=vllm on device {device_type}, with a model of type {name!r}: {why}; set name=hf"
         )
-    if getattr(text, "linear_key_head_dim", None) is None:  # layers of Mamba are called linear attention as well
+    # Layers of Mamba are called linear attention as well
+    if device_type != "cpu" or getattr(text, "linear_key_head_dim", None) is None:
         return
     if rollout.dtype != "bfloat16":
         raise ValueError(
