@@ -413,7 +413,7 @@ def takes_own_log_probs(config: PPOConfig) -> bool:
     """Return True where the update's first forward pass gives the old log-probs: every probability ratio is 1 then."""
     actor = config.actor_rollout_ref.actor
     by_sampler = sampler_is_trainer(config) or uses_sampler_log_probs(actor, config.algorithm.rollout_correction)
-    if by_sampler or _driver_needs(config):
+    if by_sampler or driver_needs(config):
         return False
     one_update = actor.ppo_mini_batch_size >= config.data.train_batch_size and actor.ppo_epochs == 1
     return actor.old_log_probs == OldLogProbs.detach or (actor.old_log_probs == OldLogProbs.auto and one_update)
@@ -423,7 +423,7 @@ def _old_log_probs(problems: list[str], config: PPOConfig, updates: int) -> str:
     """Resolve auto; refuse what would be wrong."""
     actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
     choice, key = actor.old_log_probs, f"{_ACTOR}.old_log_probs"
-    needs = _driver_needs(config)
+    needs = driver_needs(config)
     if correction.bypass_mode and choice not in (OldLogProbs.auto, OldLogProbs.rollout):
         fix = "bypass_mode takes the sampler's; leave old_log_probs out"
         problems.append(f"algorithm.rollout_correction.bypass_mode=True with {key}={choice}: {fix}")
@@ -443,8 +443,8 @@ def _old_log_probs(problems: list[str], config: PPOConfig, updates: int) -> str:
     return str(choice)
 
 
-def _driver_needs(config: PPOConfig) -> str | None:
-    """The first setting that needs old log-probs before the update, or None."""
+def driver_needs(config: PPOConfig) -> str | None:
+    """Name the first setting that needs old log-probs before the update; None where there is none."""
     algorithm, correction = config.algorithm, config.algorithm.rollout_correction
     if config.asynchronous:  # the weights are trainer / sampler, of samplers of several versions
         return f"trainer.mode={config.trainer.mode}"

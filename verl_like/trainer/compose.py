@@ -116,7 +116,9 @@ def checked(config: PPOConfig, changes: list[Change]) -> list[str]:
     """Collect the warnings of config/rules; raises ConfigError for what cannot work. changes: what the user set."""
     defaults = keys()
     set_keys = {key.path for change in changes if (key := find_key(change.key))}
-    changed = frozenset(key for key in set_keys if get_value(config, key) != defaults[key].default)
+    # neither the default nor what the key follows, which a saved configuration spells out
+    usual = {key: [get_value(config, other) for other in _sources(key, _interpolations().get(key))] for key in set_keys}
+    changed = frozenset(key for key in set_keys if get_value(config, key) not in [defaults[key].default, *usual[key]])
     return check(config, changed, followers_of(changes))
 
 

@@ -2,7 +2,10 @@
 
 import pytest
 
+from verl_like.config.batch_plan import BatchPlan
 from verl_like.kit.speed.advice import Settings, advise
+from verl_like.kit.speed.report import settings_of
+from verl_like.trainer.compose import compose
 
 GOOD = Settings(
     token_budget=1000,
@@ -79,3 +82,20 @@ def test_housekeeping_is_named_by_its_key():
 def test_a_validation_of_now_and_then_is_no_cause(changes):
     """At the end of a run, or every 25 steps, it costs what it is spread over."""
     assert advise({**SECONDS, "step": 15.0, "testing": 5.0}, {}, settings(**changes)) is None
+
+
+def test_no_advice_against_what_the_run_needs_or_does_not_train_on() -> None:
+    distilled = ["distillation.enabled=True", "distillation.teacher_model.model_path=T"]
+    alone = "distillation.distillation_loss.use_task_rewards=False"
+    lines = {
+        (): ("auto", True),
+        ("actor_rollout_ref.actor.old_log_probs=recompute",): ("recompute", True),
+        ("trainer.mode=colocate_async",): ("auto", True),  # where the plan says recompute: no choice of the user's
+        ("actor_rollout_ref.actor.old_log_probs=recompute", "algorithm.use_kl_in_reward=True"): ("auto", True),
+        tuple(distilled): ("auto", True),
+        (*distilled, alone): ("auto", False),
+    }
+    for keys, expected in lines.items():
+        config = compose(["preset=lite_ppo", *keys])
+        found = settings_of(config, BatchPlan.build(config, world_size=1))
+        assert (found.old_log_probs, found.groups_cost) == expected, keys

@@ -332,6 +332,7 @@ def test_the_saved_config_composes_to_the_same_run(tmp_path):
     overrides = ["algorithm=grpo", "actor_rollout_ref.rollout.n=4", "data.train_files=[a,b]", "critic.ppo_epochs=2"]
     config = compose(overrides)
     save_resolved(config, tmp_path / "runs" / "config.yaml")
+    assert compose_with_warnings([], [tmp_path / "runs" / "config.yaml"])[1] == compose_with_warnings(overrides)[1]
     seen: list[PPOConfig] = []
     run_main(seen.append, ["--config-path", str(tmp_path / "runs"), "--config-name", "config"])
     assert seen == [config]

@@ -19,7 +19,7 @@ class Settings:
 
     token_budget: int | None  # actor.ppo_max_token_len_per_gpu, None when micro-batches are cut by count
     balance_batch: bool
-    old_log_probs: str  # as resolved by the plan
+    old_log_probs: str  # as asked for; auto where something else needs their pass
     optimizer_steps_per_rollout: int
     gradient_checkpointing: bool
     async_reward: bool

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from verl_like.batch import Experience, Rollouts
 from verl_like.config import PPOConfig, resolve_dtype
-from verl_like.config.batch_plan import BatchPlan
+from verl_like.config.batch_plan import BatchPlan, driver_needs
 from verl_like.config.pools import MAIN_POOL
 from verl_like.config.roles import ACTOR
 from verl_like.kit.speed.advice import Settings, advise
@@ -102,7 +102,7 @@ def settings_of(config: PPOConfig, plan: BatchPlan) -> Settings:
     return Settings(
         token_budget=budget,
         balance_batch=config.trainer.balance_batch,
-        old_log_probs=plan.old_log_probs,
+        old_log_probs="auto" if driver_needs(config) else config.actor_rollout_ref.actor.old_log_probs,
         optimizer_steps_per_rollout=plan.roles[ACTOR].updates_per_step,
         gradient_checkpointing=config.actor_rollout_ref.model.enable_gradient_checkpointing,
         async_reward=config.reward_model.launch_reward_fn_async,
