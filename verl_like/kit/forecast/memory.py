@@ -128,10 +128,14 @@ class Model:
         return weights | {f"{self.name} optimizer": self.states()}
 
     def gathered(self, *, backward: bool) -> float:
-        """Whole weights in the compute precision: the root and two layers, or all where they are kept."""
+        """Whole weights in the compute precision: the root and two layers, or all where they are kept.
+
+        On a GPU a layer's are there twice from its gather until the next one's.
+        """
         keeps = not self.fsdp.reshard_after_forward or (self.alone and self.path.on_cpu)
         if keeps and (backward or self.alone or not self.path.on_cpu):
-            return float(self.path.c * self.shape.all_weights)
+            twice = 0.0 if self.alone or self.path.on_cpu or backward else self.layer()
+            return self.path.c * (self.shape.all_weights + twice)
         return self.path.c * (self.shape.root_weights + 2 * self.layer())
 
     def last_layer(self) -> float:
@@ -140,16 +144,18 @@ class Model:
 
     def layer(self) -> float:
         """Weights of one layer that a rank gathers: of those that are split, or experts handed out, its own part."""
-        experts = min(float(self.shape.expert_weights), self.shape.layer_weights)
-        others = self.shape.layer_weights - experts
-        return others / self.fsdp.tensor_parallel_size + experts / self.fsdp.expert_parallel_size
+        others = self.shape.layer_weights - min(float(self.shape.expert_weights), self.shape.layer_weights)
+        return others / self.fsdp.tensor_parallel_size + self._experts()
 
-    def sent_root(self) -> float:
+    def _experts(self) -> float:
+        return min(float(self.shape.expert_weights), self.shape.layer_weights) / self.fsdp.expert_parallel_size
+
+    def _at_roots_gather(self, *, backward: bool) -> float:
         """Bytes of the root's gather, which FSDP2 holds beside its copy until the first layer's weights are there."""
-        return 0.0 if self.alone or self.path.on_cpu or self.fsdp.offload_policy else self._root()
-
-    def _root(self) -> float:
-        return float(self.path.c * self.shape.root_weights)
+        if self.alone or self.path.on_cpu or self.fsdp.offload_policy:
+            return 0.0
+        there = self.path.c * (2 * self.shape.root_weights + 2 * self.layer())
+        return max(0.0, there - self.gathered(backward=backward))
 
     def forward(self, tokens: int) -> dict[str, float]:
         """A pass without gradient."""
@@ -157,7 +163,7 @@ class Model:
         work = max(
             memory.layer_work_bytes(self.shape, self.path, tokens, backward=False),
             head(entropy=self.name == ACTOR) - self.last_layer() if not self.values else 0.0,
-            self.sent_root(),
+            self._at_roots_gather(backward=False),
         )
         return self._own(optimizer=False) | {
             "gathered weights": self.gathered(backward=False),
@@ -166,22 +172,18 @@ class Model:
 
     def update(self, tokens: int, row: int, micro_batches: int) -> dict[str, float]:
         """Forward and backward pass and the optimizer's step: the largest moment of the backward pass."""
+        activations = self._activations(tokens, row, micro_batches)
+        find = self._cpu_peak if self.path.on_cpu else self._gpu_peak
+        return self._own(optimizer=True) | {
+            "gradients": self.gradients(micro_batches),
+            "gathered weights": self.gathered(backward=True),
+            "activations": activations,
+            "work": find(activations, tokens, row, micro_batches) - activations,
+        }
+
+    def _activations(self, tokens: int, row: int, micro_batches: int) -> float:
+        """Bytes that are kept at most between forward and backward passes."""
         shape, path = self.shape, self.path
-        layer, root = self.trained_share() * self.layer(), self.trained_share() * shape.root_weights
-        head = 0.0 if self.values else memory.head_work_bytes(shape, path, tokens, backward=True)
-        gradients, gathered = self.gradients(micro_batches), self.gathered(backward=True)
-        # Bytes of a weight's gradient that are not among the kept: it is added to them at once in their own precision.
-        new = 0 if self.whole(micro_batches) and path.c == 4 else path.c
-        came = 4 / self.shards if path.on_cpu else 0.0  # elsewhere the sum is the gradient, or is added to it at once
-        first = root  # of the root's gradients those that are there before the layers': the head's
-        if not path.on_cpu:
-            first = 0.0 if self.values else min(root, self.trained_share() * shape.vocab * shape.hidden)
-        at_layers = (
-            memory.recomputed_bytes(shape, path, tokens, row)
-            + memory.layer_work_bytes(shape, path, tokens, backward=True)
-            + (path.c + 4 + came) * layer  # gradient, what is sent, what comes
-            + new * first
-        )
         stages, pieces = self.fsdp.pipeline_parallel_size, self.fsdp.virtual_pipeline_size
         kept = min(passes_ahead(0, stages, micro_batches, pieces) + 1, micro_batches * pieces)  # of the first stage
         in_flight = replace(shape, layers=-(-shape.layers * kept // pieces))
@@ -194,26 +196,55 @@ class Model:
                 one, path, tokens, row
             )
             activations = max(activations, of_last)
-        at_root = max(new + 4, 4 + came) * root  # a gradient goes when it is copied to be sent
-        none_yet = gradients if micro_batches == 1 else 0.0
-        if path.on_cpu:
-            at_root += 4 * layer
-        else:
-            at_layers -= none_yet * root / max(1.0, self.trained)
-            if self.fsdp.reshard_after_forward:  # weights that are gone by then
-                at_root -= path.c * 2 * self.layer() if self.alone else gathered
-        peak = max(
-            activations + head - none_yet - self.last_layer(),
-            activations + at_layers,
-            at_root,
-            self.sent_root() - none_yet,
+        return activations
+
+    def _cpu_peak(self, activations: float, tokens: int, row: int, micro_batches: int) -> float:
+        """Bytes of activations and work at most, beside gradients and gathered weights, on a CPU."""
+        shape, path = self.shape, self.path
+        layer, root = self.trained_share() * self.layer(), self.trained_share() * shape.root_weights
+        head = 0.0 if self.values else memory.head_work_bytes(shape, path, tokens, backward=True)
+        # Bytes of a weight's gradient that are not among the kept: it is added to them at once in their own precision.
+        new = 0 if self.whole(micro_batches) and path.c == 4 else path.c
+        came = 4 / self.shards
+        at_layers = (
+            memory.recomputed_bytes(shape, path, tokens, row)
+            + memory.layer_work_bytes(shape, path, tokens, backward=True)
+            + (path.c + 4 + came) * layer  # gradient, what is sent, what comes
+            + new * root
         )
-        return self._own(optimizer=True) | {
-            "gradients": gradients,
-            "gathered weights": gathered,
-            "activations": activations,
-            "work": peak - activations,
-        }
+        none_yet = self.gradients(micro_batches) if micro_batches == 1 else 0.0
+        at_root = max(new + 4, 4 + came) * root + 4 * layer  # a gradient goes when it is copied to be sent
+        return max(activations + head - none_yet, activations + at_layers, at_root)
+
+    def _gpu_peak(self, activations: float, tokens: int, row: int, micro_batches: int) -> float:
+        """Bytes of activations and work at most, beside gradients and gathered weights, on a GPU.
+
+        The largest of the moments of the head, of the layers, which are done from the last to the first, and of the
+        root. What a layer sends stays until the next one sends. Shards of a single micro-batch's gradients are there
+        from their unit's moment on.
+        """
+        shape, path, c = self.shape, self.path, self.path.c
+        layer, root = self.trained_share() * self.layer(), self.trained_share() * shape.root_weights
+        head, of_head = 0.0, 0.0
+        if not self.values:
+            head = memory.head_work_bytes(shape, path, tokens, backward=True) - self.last_layer()
+            of_head = min(root, self.trained_share() * shape.vocab * shape.hidden)
+        gradients, none_yet = self.gradients(micro_batches), 0.0
+        new = 0 if self.whole(micro_batches) and c == 4 else c
+        left = -4.0 * layer if self.whole(micro_batches) else 0.0  # by a layer that is done: its sum is not needed
+        if micro_batches == 1:
+            none_yet, left = gradients, gradients * self.trained_share() * shape.layer_weights / max(1.0, self.trained)
+        bare, one = (memory.activation_bytes(replace(shape, layers=n), path, tokens, row) for n in (0, 1))
+        at_layer = activations - bare + new * of_head + memory.recomputed_bytes(shape, path, tokens, row)
+        work = memory.layer_gradient_bytes(shape, path, tokens, layer, self._experts() * self.trained_share())
+        at_layers = [
+            at_layer + max(work + (4 * layer if done else 0.0), (12 - c) * layer * self.alone)
+            + done * (left - one + bare) - (self.last_layer() if done == shape.layers - 1 else 0.0)
+            for done in {0, min(1, shape.layers - 1), max(0, shape.layers - 2), shape.layers - 1}
+        ]  # fmt: skip
+        gone = self.gathered(backward=True) if self.fsdp.reshard_after_forward else 0.0
+        at_root = shape.layers * left + max(new + 4, 12 * self.alone) * root - gone
+        return max(activations + head, *at_layers, at_root, self._at_roots_gather(backward=True)) - none_yet
 
     def trained_share(self) -> float:
         """Factor for the units' gradients: 1 where they are as large as the units, 0 for adapters, whose are small."""
@@ -286,14 +317,12 @@ def forecast(
         tokens, count = tokens_of(config, roles[name], "update", pools[name].world_size, row)
         return beside(name) | models[name].update(tokens, row, count)
 
-    whole = config.actor_rollout_ref.rollout.load_format == "dummy_hf"
-    sent = (actor.all_weights if whole else actor.vocab * actor.hidden) * _rollout_bytes(config, machine)
     phases = {"gen": beside(ROLLOUT) | engine | cache}
-    phases["update_weights"] = beside(ACTOR) | models[ACTOR]._own(optimizer=False) | {"buffers": sent}
+    sent = _sent_bytes(config, actor, machine, apart=pools[ACTOR] != pools[ROLLOUT])
     if config.actor_rollout_ref.rollout.sync_probe and not machine.on_cpu:  # a forward pass of a few tokens, before
         probe = models[ACTOR].forward(1)
-        passes = probe["gathered weights"] + probe["work"]
-        phases["update_weights"] |= {"buffers": max(sent, passes)}
+        sent = max(sent, probe["gathered weights"] + probe["work"])
+    phases["update_weights"] = beside(ACTOR) | models[ACTOR]._own(optimizer=False) | {"buffers": sent}
     if pools[ACTOR] == pools[ROLLOUT]:
         phases["update_weights"] |= engine
     own = config.actor_rollout_ref.actor
@@ -365,6 +394,26 @@ def model_of(role: RoleConfig, shape: memory.Shape, machine: Machine, processes:
 
 def _rollout_bytes(config: PPOConfig, machine: Machine) -> int:
     return SIZES[resolve_dtype(config.actor_rollout_ref.rollout.dtype, "cpu" if machine.on_cpu else "cuda")]
+
+
+def _sent_bytes(config: PPOConfig, shape: memory.Shape, machine: Machine, *, apart: bool) -> float:
+    """Compute the bytes of the weights that are on their way to the rollout engine at once.
+
+    A tensor at a time within a process. To another one two buckets, or one that holds all, and the tensor that is
+    gathered: the embedding first, when there is one bucket; a layer's, each beside the one before; the head. A tensor
+    that is larger than a bucket gets one of its size, or is sent from where it is to devices `apart`.
+    """
+    rollout, c = config.actor_rollout_ref.rollout, _rollout_bytes(config, machine)
+    whole, embedding = float(c * shape.all_weights), float(c * shape.vocab * shape.hidden)
+    if rollout.load_format == "dummy_hf":
+        return whole
+    if machine.on_cpu or not (apart or rollout.server or rollout.engine.own_process):
+        return embedding
+    bucket = min(rollout.update_weights_bucket_megabytes * 2.0**20, whole)
+    first, second = bucket if apart else max(bucket, embedding), bucket if whole > bucket else 0.0
+    largest = c * max(shape.hidden * shape.inner, shape.expert_weights * 2 / 3)
+    head = 0.0 if shape.tied else embedding + (0.0 if apart or not second else max(0.0, embedding - bucket))
+    return first + max(embedding, second + 2 * largest, second + head)
 
 
 def _sleeps(config: PPOConfig, machine: Machine) -> bool:
