@@ -11,15 +11,7 @@ from pathlib import Path
 from verl_like.config import PPOConfig
 from verl_like.config.roles import ACTOR, roles_of
 from verl_like.kit.docs.configuration import filled
-from verl_like.kit.forecast.memory import (
-    GIB,
-    Machine,
-    changed,
-    forecast,
-    largest_budget,
-    largest_share,
-    tokens_of,
-)
+from verl_like.kit.forecast.memory import GIB, Machine, changed, forecast, largest_budget, largest_share, tokens_of
 from verl_like.kit.forecast.traffic import bubble, by_axis
 from verl_like.kit.speed.roofline import RunShape, generation_floor, phase_flops, sync_floor
 from verl_like.models.cost import ModelCost

@@ -80,10 +80,8 @@ def of_weights(
     passes = count if fsdp.reshard_after_forward else 1
     gathers = 2 * passes if layers and fsdp.reshard_after_forward else passes
     sums = SIZES[fsdp.mixed_precision.reduce_dtype] * (count if fsdp.sync_every_micro_batch else 1)
-    return {
-        "shard": held * (ranks - 1) * (gathers * c + sums),
-        "replicate": 2 * held * sums * _share(mesh.replicate),
-    }
+    shard, copies = held * (ranks - 1) * (gathers * c + sums), 2 * held * sums * _share(mesh.replicate)
+    return {"shard": shard, "replicate": copies}
 
 
 def bubble(stages: int, count: int, pieces: int = 1, *, late: bool = False) -> float:
