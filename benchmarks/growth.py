@@ -18,7 +18,7 @@ from verl_like.kit.bench.inputs import model_config
 from verl_like.kit.bench.report import Report, Row, finish
 from verl_like.kit.bench.shapes import MODELS, WORKLOADS, ModelShape, Workload
 from verl_like.kit.bench.sync import link_floor
-from verl_like.kit.forecast.memory import Model
+from verl_like.kit.forecast.model import Model
 from verl_like.kit.speed.roofline import RunShape, generation_floor, phase_flops, sync_floor
 from verl_like.kit.verbs.bench import files, positive
 from verl_like.models.cost import ModelCost

@@ -75,7 +75,10 @@ _DEEPER: list[tuple[str, str, int, list[str]]] = [  # for the memory forecast: n
     ("Qwen2.5-1.5B, gradients summed once", MIDDLE, 8, [f"{_FSDP}.sync_every_micro_batch=false", *TWO_MICRO_BATCHES]),
     ("Qwen2.5-1.5B, weights stay gathered", MIDDLE, 8, [f"{_FSDP}.reshard_after_forward=false", *TWO_MICRO_BATCHES]),
     ("Qwen2.5-1.5B, adamw_8bit", MIDDLE, 64, [f"{_OPTIM}=adamw_8bit", f"{_FSDP}.model_dtype=bfloat16"]),
+    ("Qwen2.5-1.5B, adamw_bf16", MIDDLE, 8, [f"{_OPTIM}=adamw_bf16"]),
     ("Qwen2.5-7B", LARGE, 8, []),
+    ("Qwen2.5-7B, hybrid sharding", LARGE, 64, [f"{_FSDP}.fsdp_size=4"]),
+    ("Qwen2.5-7B, selective recomputation", LARGE, 8, [f"{_MODEL}.recompute_granularity=selective"]),
     ("Qwen2.5-7B, LoRA", LARGE, 64, [f"{_MODEL}.lora_rank=32"]),
     ("Qwen2.5-7B, parked", LARGE, 8, [*PARKED, f"{_REF}.param_offload=true"]),
     ("Qwen3-8B", QWEN3, 64, []),
@@ -83,5 +86,7 @@ _DEEPER: list[tuple[str, str, int, list[str]]] = [  # for the memory forecast: n
     ("Qwen3-8B, chunks 2", QWEN3, 8, [f"{_FSDP}.context_parallel_size=2"]),
     ("Llama-3.1-8B, activations kept", LLAMA, 8, [f"{_MODEL}.enable_gradient_checkpointing=false"]),
     ("Llama-3.1-8B, tensor 2", LLAMA, 8, [f"{_FSDP}.tensor_parallel_size=2"]),
+    ("Llama-3.1-8B, Ulysses 4", LLAMA, 64, [f"{_ULYSSES}=4", f"{_REF_ULYSSES}=4"]),
+    ("Qwen3-30B-A3B", EXPERTS, 64, []),
 ]
 FORECAST = [case(f"{name} on {world}", model, *keys, world=world, layers=4) for name, model, world, keys in _DEEPER]

@@ -1,4 +1,4 @@
-"""Kernels of others on the twin, as shapes alone: flash-attn, which need not be installed, and Liger's functions.
+"""Kernels on the twin, as shapes alone: flash-attn, which need not be installed, Liger's, one of torch's CUDA build.
 
 Their autograd functions keep what the real ones keep for the backward pass, so that memory is counted right. Sources:
 flash_attn/flash_attn_interface.py (FlashAttnVarlenFunc), liger_kernel/ops/{rms_norm,rope,swiglu}.py.
@@ -23,6 +23,10 @@ _library.impl("varlen_forward", lambda q, k, v, own, bounds: (torch.empty_like(q
 _library.impl("varlen_backward", lambda d, *qkv: [torch.empty_like(x) for x in qkv[:3]], "Meta")
 _library.impl("like", lambda inputs: [torch.empty_like(x) for x in inputs], "Meta")
 _ops = torch.ops.twin
+# One kernel where there is one for the device. torch's CPU build has none for CUDA, and would take it apart into seven
+# operators with as many results, which a card never holds.
+_of_torch = torch.library.Library("aten", "IMPL")
+_of_torch.impl("silu_backward", lambda grad, gate: torch.empty_like(gate), "CUDA")
 
 
 def _normaliser(q: Tensor) -> Tensor:

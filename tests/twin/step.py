@@ -88,6 +88,7 @@ def spec_of(case: Case, folder: Path) -> WorkerSpec:
         "data.train_batch_size": world, "actor_rollout_ref.actor.ppo_mini_batch_size": world,
         "actor_rollout_ref.actor.old_log_probs": "recompute", "algorithm.adv_estimator": "grpo",
         "actor_rollout_ref.actor.use_kl_loss": True, "actor_rollout_ref.actor.entropy_coeff": 0.01,
+        "actor_rollout_ref.rollout.server": True,  # so that weights go in buckets
     }  # fmt: skip
     composed = compose(
         [

@@ -12,22 +12,20 @@ from tests.twin.inner import TIMEOUT_S
 from tests.twin.test_step import Run
 from verl_like.models.cost import ModelCost
 
-# Of the larger one. Four layers: the gathers that overlap are most of what such a model takes, and the forecast counts
-# those of deep models.
-FAR = 0.07
+FAR = 0.03  # of what a phase took; the goal is 0.05
 
 
 @pytest.mark.twin
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.parametrize("number", range(0, len(FORECAST), 5))
 def test_the_forecast_is_near(on_twin: Run, number: int) -> None:
-    """Phase by phase, within 7% (most within 1%)."""
+    """Phase by phase, within 3% (all but one within 1%)."""
     far = {}
     for name, outcome in on_twin(FORECAST[number : number + 5]).items():
         assert "error" not in outcome, f"{name}: {outcome['error']}"
         for phase, told in outcome["forecast"].items():
             peak = outcome["phases"].get(phase, {}).get("peak")
-            if peak and phase != "update_weights" and abs(told / peak - 1) > FAR:
+            if peak and abs(told / peak - 1) > FAR:
                 far[f"{name}, {phase}"] = f"told {told / 2**30:.2f} GiB, took {peak / 2**30:.2f}"
     assert far == {}
 

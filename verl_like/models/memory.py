@@ -33,7 +33,7 @@ class Shape:
     """Sizes that a decoder's memory depends on.
 
     inner: width of the MLP, of all experts that one token visits together.
-    expert_weights: of all routed experts of a layer.
+    expert_weights: of all routed experts of a layer; chosen: experts among them that a token visits.
     """
 
     hidden: int
@@ -48,6 +48,7 @@ class Shape:
     root_weights: int  # embedding, final norm and head: FSDP's root unit
     tied: bool
     expert_weights: int = 0
+    chosen: int = 0
 
     @classmethod
     def of(cls, config: PretrainedConfig, cost: ModelCost) -> Shape:
@@ -74,6 +75,7 @@ class Shape:
             root_weights=embedding * (1 if tied else 2) + hidden,
             tied=tied,
             expert_weights=expert_weights,
+            chosen=text.num_experts_per_tok if expert_weights else 0,
         )
 
     @property
@@ -207,19 +209,37 @@ def head_work_bytes(shape: Shape, path: Path, tokens: int, *, backward: bool, en
         chunk = _WIDE * (3 if backward else 2) * logits
     if not backward:
         return chunk
-    weight = 0 if path.lora else _WIDE * shape.vocab * shape.hidden
-    return chunk + weight + path.c * tokens * shape.hidden
+    weight = 0 if path.lora else shape.vocab * shape.hidden
+    if not path.on_cpu:  # its gradient is summed up wide, and narrowed when the chunks are gone
+        chunk = max(chunk, path.c * weight)
+    return chunk + _WIDE * weight + path.c * tokens * shape.hidden
 
 
 def layer_work_bytes(shape: Shape, path: Path, tokens: int, *, backward: bool) -> float:
-    """Bytes of one layer's temporaries: gradients of the MLP's tensors and of the residual.
+    """Bytes of one layer's temporaries: on a CPU gradients of the MLP's tensors and of the residual.
 
-    Without a gradient the MLP's tensors alone.
+    Without a gradient the MLP's tensors alone, on a GPU too.
     """
     wide = (_WIDE if not path.lean_norms else path.c) * shape.hidden
     if backward:
         return tokens * (path.c * 3 * shape.inner + 2 * path.c * shape.hidden + wide)
     return tokens * (path.c * (3 * shape.inner + 3 * shape.hidden) + wide)
+
+
+def layer_gradient_bytes(shape: Shape, path: Path, tokens: int, weights: float, experts: float) -> float:
+    """Bytes that a layer needs at most on a GPU for its gradients, beside what is kept of it or computed again.
+
+    First in the MLP, when what its last product was given is gone: gradients of three of its tensors, of the residual
+    and of the last product's weights. Then in attention, when the MLP's tensors are gone and its weights' gradients are
+    there; or at a mixture's first products, with copies of the tokens for their experts and their gradients.
+
+    weights, experts: numbers of the layer's gradients that this rank has, and those of experts among them.
+    """
+    inner, hidden = tokens * shape.inner, tokens * shape.hidden
+    last_product = experts / 3 or min(weights, shape.hidden * shape.inner)
+    attention = 2 * tokens * (shape.queries + shape.keys) + weights - 4 * inner
+    mixture = experts + 2 * hidden * shape.chosen - 2 * inner
+    return path.c * (hidden + max(2 * inner + last_product, attention, mixture))
 
 
 def cache_token_bytes(shape: Shape, number_bytes: int) -> float:

@@ -60,10 +60,10 @@ def scenario(process: ProcessInfo, paths: dict[str, str], recompute: bool) -> di
         shape = Shape.of(hf_config, ModelCost.of(hf_config))
         tokens = int(sum(mine.prompt_length_B) + sum(mine.response_length_B)) - len(mine)  # the last predicts nothing
         tokens //= 2 if axis == "tensor" else 1
-        machine, chosen = Machine(on_cpu=True, world=2, capacity=None), getattr(hf_config, "num_experts_per_tok", 0)
+        machine = Machine(on_cpu=True, world=2, capacity=None)
         found[axis] = {
             "sent": sent.bytes,
-            "told": by_axis(role, shape, machine, tokens, 1, chosen),
+            "told": by_axis(role, shape, machine, tokens, 1),
             "held": sum(parameter.numel() for _, parameter in engine.sharding.root.named_parameters()),
             "stage": shape.stage(2).all_weights,
         }
@@ -83,7 +83,8 @@ def test_bytes_by_axis(tmp_path: Path, recompute: bool) -> None:
             sent += sum(size for name, size in found["sent"].items() if any(kind in name for kind in kinds))
             told += found["told"][axis]
             shards += found["told"].get("shard", 0.0)
-        assert told == pytest.approx(sent, rel=0.06), axis
+        told += shards if axis == "tensor" else 0.0  # the root's weights are gathered by the same operators
+        assert told == pytest.approx(sent, rel=0.065 if axis == "expert" else 0.002), axis
         if axis == "expert":  # what is left of FSDP shards the other weights, and not the experts
             gathers = sum(size for rank in ranks for name, size in rank[axis]["sent"].items() if "_base_" in name)
             assert shards == pytest.approx(gathers - sent, rel=0.01)

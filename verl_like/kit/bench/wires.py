@@ -20,7 +20,9 @@ from torch.utils._pytree import tree_leaves
 
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.kit.bench.meters import group_of, place
-from verl_like.models.heads import dtype_of
+from verl_like.kit.forecast.traffic import of_tokens, of_weights
+from verl_like.models.cost import ModelCost
+from verl_like.models.memory import Shape
 from verl_like.parallel.context import ContextRanks
 from verl_like.parallel.mesh import ParallelMesh
 from verl_like.parallel.sharding import local_tensor
@@ -102,43 +104,18 @@ def by_axis(sent: Mapping[tuple[str, str], int], mesh: ParallelMesh) -> Counter[
 def least_bytes(engine: FSDPEngine, micro_batches: int, tokens: float, elsewhere: int) -> dict[str, float]:
     """Compute this rank's share of the least bytes of each axis for one update, forward and backward passes.
 
-    Activations are kept, and travel in the compute precision. n: ranks of an axis.
+    Activations are kept, and travel in the compute precision.
 
     tokens: computed ones, divided by the ranks that have the same rows.
     elsewhere: pairs of a token and an expert that another rank holds.
     """
-    sizes, hf, width = engine.sharding.mesh.sizes, engine.hf_config, engine.compute_dtype.itemsize
-    queries = hf.hidden_size  # heads of hidden / heads, as all shapes here have
-    keys = queries * hf.num_key_value_heads // hf.num_attention_heads
-    through = 2 * width * tokens * hf.num_hidden_layers  # once forth in each layer, and its gradient back
-    found = dict[str, float]()
-    found["shard"], found["replicate"] = _least_of_weights(engine, micro_batches)
-    # A token's queries, keys and values go to the owners of their heads, and its answers come back; 1 / n stay.
-    found["ulysses"] = through * (2 * queries + 2 * keys) * (sizes.ulysses - 1) / sizes.ulysses
-    # A token's keys and values go to every other rank, in a ring or a gather alike.
-    found["context"] = through * 2 * keys * (sizes.context - 1)
-    # Attention and the MLP begin with a gather of the tokens and end with a sum of parts, each of which keeps its own.
-    found["tensor"] = through * 4 * hf.hidden_size * (sizes.tensor - 1)
-    # A copy of the token for each chosen expert that lives elsewhere, there and back.
-    found["expert"] = 4 * width * elsewhere * hf.hidden_size
-    borders = sizes.pipe * sizes.virtual - 1  # between pieces of stages
-    found["pipe"] = 2 * width * tokens * hf.hidden_size * borders
-    return found
-
-
-def _least_of_weights(engine: FSDPEngine, micro_batches: int) -> tuple[float, float]:
-    """Bytes of (shard, replicate) for the weights that this rank holds a shard of.
-
-    ZeRO-3 gathers a layer's weights for each forward pass and again for the backward pass, the root's once for both,
-    and scatters the sums of gradients; copies then add up their shards. Where weights stay gathered: once an update.
-    """
-    fsdp, mesh = engine.role.fsdp, engine.sharding.mesh
-    passes = micro_batches if fsdp.reshard_after_forward else 1
-    sums = micro_batches if fsdp.sync_every_micro_batch else 1
-    wide, shard, copies = dtype_of(fsdp.mixed_precision.reduce_dtype).itemsize, 0.0, 0.0
+    mesh, c = engine.sharding.mesh, engine.compute_dtype.itemsize
+    shape = Shape.of(engine.hf_config, ModelCost.of(engine.hf_config))
+    borders, chosen = mesh.sizes.pipe * mesh.sizes.virtual - 1, elsewhere / tokens / shape.layers
+    found = {"shard": 0.0, "replicate": 0.0} | of_tokens(shape, mesh.sizes, c, tokens, chosen=chosen, borders=borders)
     for name, parameter in engine.sharding.root.named_parameters():
-        over, mine = mesh.sharded_over(parameter), local_tensor(parameter).numel()
-        gathers = 2 * passes if ".layers." in name and fsdp.reshard_after_forward else passes
-        shard += mine * (over["shard"].size() - 1) * (gathers * engine.compute_dtype.itemsize + sums * wide)
-        copies += 2 * mine * wide * sums * (mesh.sizes.replicate - 1) / mesh.sizes.replicate
-    return shard, copies
+        ranks, held = mesh.sharded_over(parameter)["shard"].size(), local_tensor(parameter).numel()
+        layers = ".layers." in name
+        sent = of_weights(held, ranks, mesh.sizes, engine.role.fsdp, c, micro_batches, layers=layers)
+        found = {axis: nbytes + sent.get(axis, 0.0) for axis, nbytes in found.items()}
+    return found

@@ -18,17 +18,17 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from verl_like.config import FSDPConfig, PPOConfig, resolve_dtype
+from verl_like.config import PPOConfig, resolve_dtype
 from verl_like.config.batch_plan import sampler_is_trainer, takes_own_log_probs, uses_sampler_log_probs
 from verl_like.config.micro_batches import Cut
 from verl_like.config.placement import pools_of
 from verl_like.config.roles import ACTOR, CRITIC, REF, ROLLOUT, RoleConfig, roles_of
 from verl_like.config.rules import impossible
 from verl_like.config.schema import from_dict, to_dict
+from verl_like.kit.forecast.model import Model
 from verl_like.models import memory
 from verl_like.models.loading import load_hf_config
 from verl_like.observe.metrics import memory_gib
-from verl_like.parallel.pipeline import passes_ahead
 from verl_like.trainer.costs import NO_ROOM, ModelCosts
 
 logger = logging.getLogger(__name__)
@@ -89,160 +89,6 @@ class Forecast:
         return f"{self.total(phase) / GIB:.2f} GiB ({told}){over}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
-    """One model on one rank: its shape, how it is computed, how it is spread.
-
-    Of a model that is cut into stages it is the largest of them, with the first stage's activations (of as many
-    micro-batches as there are stages) and the last one's head.
-    """
-
-    name: str
-    shape: memory.Shape
-    path: memory.Path
-    fsdp: FSDPConfig
-    shards: int  # ranks that hold its weights, those of a stage, together
-    master: int  # bytes of a trained weight
-    trained: float  # numbers that have a gradient; 0: forward only
-    state: float  # bytes of the optimizer's states of one of them
-    values: bool  # it tells one number a token, in place of a distribution over the vocabulary
-    alone: bool  # one rank: gradients are reduced once, and on a CPU gathered weights stay
-
-    def weights(self) -> float:
-        """Bytes of this rank's shards."""
-        if not self.trained:
-            return self.path.c * self.shape.all_weights / self.shards
-        frozen = self.path.c * self.shape.all_weights if self.path.lora else 0.0
-        return (frozen + self.master * self.trained) / self.shards
-
-    def states(self) -> float:
-        return self.state * self.trained / self.shards
-
-    def between(self) -> dict[str, float]:
-        """Bytes that stay on the device while other models work, by name."""
-        if self.fsdp.offload_policy:
-            return {}
-        weights = {} if self.fsdp.param_offload else {f"{self.name} weights": self.weights()}
-        if not self.trained or self.fsdp.optimizer_offload:
-            return weights
-        return weights | {f"{self.name} optimizer": self.states()}
-
-    def gathered(self, *, backward: bool) -> float:
-        """Whole weights in the compute precision: the root and two layers, or all where they are kept."""
-        keeps = not self.fsdp.reshard_after_forward or (self.alone and self.path.on_cpu)
-        if keeps and (backward or self.alone or not self.path.on_cpu):
-            return float(self.path.c * self.shape.all_weights)
-        return self.path.c * (self.shape.root_weights + 2 * self.layer())
-
-    def last_layer(self) -> float:
-        """Bytes of one layer's weights that are gone from a GPU when the head works, of the two that are counted."""
-        return 0.0 if self.path.on_cpu or not self.fsdp.reshard_after_forward else self.path.c * self.layer()
-
-    def layer(self) -> float:
-        """Weights of one layer that a rank gathers: of those that are split, or experts handed out, its own part."""
-        experts = min(float(self.shape.expert_weights), self.shape.layer_weights)
-        others = self.shape.layer_weights - experts
-        return others / self.fsdp.tensor_parallel_size + experts / self.fsdp.expert_parallel_size
-
-    def sent_root(self) -> float:
-        """Bytes of the root's gather, which FSDP2 holds beside its copy until the first layer's weights are there."""
-        return 0.0 if self.alone or self.path.on_cpu or self.fsdp.offload_policy else self._root()
-
-    def _root(self) -> float:
-        return float(self.path.c * self.shape.root_weights)
-
-    def forward(self, tokens: int) -> dict[str, float]:
-        """A pass without gradient."""
-        head = partial(memory.head_work_bytes, self.shape, self.path, tokens, backward=False)
-        work = max(
-            memory.layer_work_bytes(self.shape, self.path, tokens, backward=False),
-            head(entropy=self.name == ACTOR) - self.last_layer() if not self.values else 0.0,
-            self.sent_root(),
-        )
-        return self._own(optimizer=False) | {
-            "gathered weights": self.gathered(backward=False),
-            "work": work + self.path.c * tokens * self.shape.hidden,
-        }
-
-    def update(self, tokens: int, row: int, micro_batches: int) -> dict[str, float]:
-        """Forward and backward pass and the optimizer's step: the largest moment of the backward pass."""
-        shape, path = self.shape, self.path
-        layer, root = self.trained_share() * self.layer(), self.trained_share() * shape.root_weights
-        head = 0.0 if self.values else memory.head_work_bytes(shape, path, tokens, backward=True)
-        gradients, gathered = self.gradients(micro_batches), self.gathered(backward=True)
-        # Bytes of a weight's gradient that are not among the kept: it is added to them at once in their own precision.
-        new = 0 if self.whole(micro_batches) and path.c == 4 else path.c
-        came = 4 / self.shards if path.on_cpu else 0.0  # elsewhere the sum is the gradient, or is added to it at once
-        first = root  # of the root's gradients those that are there before the layers': the head's
-        if not path.on_cpu:
-            first = 0.0 if self.values else min(root, self.trained_share() * shape.vocab * shape.hidden)
-        at_layers = (
-            memory.recomputed_bytes(shape, path, tokens, row)
-            + memory.layer_work_bytes(shape, path, tokens, backward=True)
-            + (path.c + 4 + came) * layer  # gradient, what is sent, what comes
-            + new * first
-        )
-        stages, pieces = self.fsdp.pipeline_parallel_size, self.fsdp.virtual_pipeline_size
-        kept = min(passes_ahead(0, stages, micro_batches, pieces) + 1, micro_batches * pieces)  # of the first stage
-        in_flight = replace(shape, layers=-(-shape.layers * kept // pieces))
-        activations = memory.activation_bytes(in_flight, path, tokens, row)
-        if self.late():  # the last stage keeps parts of gradients, about as large as activations that are all kept
-            behind = min(stages - 1, micro_batches * pieces)
-            parts, one = (replace(shape, layers=-(-shape.layers * n // pieces)) for n in (behind, 1))
-            whole = replace(path, recompute="none")
-            of_last = memory.activation_bytes(parts, whole, tokens, row) + memory.activation_bytes(
-                one, path, tokens, row
-            )
-            activations = max(activations, of_last)
-        at_root = max(new + 4, 4 + came) * root  # a gradient goes when it is copied to be sent
-        none_yet = gradients if micro_batches == 1 else 0.0
-        if path.on_cpu:
-            at_root += 4 * layer
-        else:
-            at_layers -= none_yet * root / max(1.0, self.trained)
-            if self.fsdp.reshard_after_forward:  # weights that are gone by then
-                at_root -= path.c * 2 * self.layer() if self.alone else gathered
-        peak = max(
-            activations + head - none_yet - self.last_layer(),
-            activations + at_layers,
-            at_root,
-            self.sent_root() - none_yet,
-        )
-        return self._own(optimizer=True) | {
-            "gradients": gradients,
-            "gathered weights": gathered,
-            "activations": activations,
-            "work": peak - activations,
-        }
-
-    def trained_share(self) -> float:
-        """Factor for the units' gradients: 1 where they are as large as the units, 0 for adapters, whose are small."""
-        return 0.0 if self.path.lora else 1.0
-
-    def gradients(self, micro_batches: int) -> float:
-        """Bytes of the gradients that stay between micro-batches."""
-        if self.fsdp.offload_policy:  # shards go to the host at once
-            return 4.0 * self.trained if self.whole(micro_batches) else 0.0
-        shard = self.master * self.trained / self.shards
-        return max(shard, 4.0 * self.trained) if self.whole(micro_batches) else shard
-
-    def whole(self, micro_batches: int) -> bool:
-        """True where gradients are reduced once, after all micro-batches."""
-        return self.late() or (micro_batches > 1 and (self.alone or not self.fsdp.sync_every_micro_batch))
-
-    def late(self) -> bool:
-        """True where a stage computes the gradients of weights apart from its backward passes."""
-        return self.fsdp.pipeline_parallel_size > 1 and self.fsdp.pipeline_schedule == "zero_bubble"
-
-    def _own(self, *, optimizer: bool) -> dict[str, float]:
-        if self.fsdp.offload_policy:
-            return {}
-        found = {f"{self.name} weights": self.weights()}
-        if self.trained and (optimizer or not self.fsdp.optimizer_offload):
-            found[f"{self.name} optimizer"] = self.states()
-        return found
-
-
 def forecast(
     config: PPOConfig,
     actor: memory.Shape,
@@ -286,14 +132,12 @@ def forecast(
         tokens, count = tokens_of(config, roles[name], "update", pools[name].world_size, row)
         return beside(name) | models[name].update(tokens, row, count)
 
-    whole = config.actor_rollout_ref.rollout.load_format == "dummy_hf"
-    sent = (actor.all_weights if whole else actor.vocab * actor.hidden) * _rollout_bytes(config, machine)
     phases = {"gen": beside(ROLLOUT) | engine | cache}
-    phases["update_weights"] = beside(ACTOR) | models[ACTOR]._own(optimizer=False) | {"buffers": sent}
+    sent = _sent_bytes(config, actor, machine, apart=pools[ACTOR] != pools[ROLLOUT])
     if config.actor_rollout_ref.rollout.sync_probe and not machine.on_cpu:  # a forward pass of a few tokens, before
         probe = models[ACTOR].forward(1)
-        passes = probe["gathered weights"] + probe["work"]
-        phases["update_weights"] |= {"buffers": max(sent, passes)}
+        sent = max(sent, probe["gathered weights"] + probe["work"])
+    phases["update_weights"] = beside(ACTOR) | models[ACTOR].own(optimizer=False) | {"buffers": sent}
     if pools[ACTOR] == pools[ROLLOUT]:
         phases["update_weights"] |= engine
     own = config.actor_rollout_ref.actor
@@ -365,6 +209,26 @@ def model_of(role: RoleConfig, shape: memory.Shape, machine: Machine, processes:
 
 def _rollout_bytes(config: PPOConfig, machine: Machine) -> int:
     return SIZES[resolve_dtype(config.actor_rollout_ref.rollout.dtype, "cpu" if machine.on_cpu else "cuda")]
+
+
+def _sent_bytes(config: PPOConfig, shape: memory.Shape, machine: Machine, *, apart: bool) -> float:
+    """Compute the bytes of the weights that are on their way to the rollout engine at once.
+
+    A tensor at a time within a process. To another one two buckets, or one that holds all, and the tensor that is
+    gathered: the embedding first, when there is one bucket; a layer's, each beside the one before; the head. A tensor
+    that is larger than a bucket gets one of its size, or is sent from where it is to devices `apart`.
+    """
+    rollout, c = config.actor_rollout_ref.rollout, _rollout_bytes(config, machine)
+    whole, embedding = float(c * shape.all_weights), float(c * shape.vocab * shape.hidden)
+    if rollout.load_format == "dummy_hf":
+        return whole
+    if machine.on_cpu or not (apart or rollout.server or rollout.engine.own_process):
+        return embedding
+    bucket = min(rollout.update_weights_bucket_megabytes * 2.0**20, whole)
+    first, second = bucket if apart else max(bucket, embedding), bucket if whole > bucket else 0.0
+    largest = c * max(shape.hidden * shape.inner, shape.expert_weights * 2 / 3)
+    head = 0.0 if shape.tied else embedding + (0.0 if apart or not second else max(0.0, embedding - bucket))
+    return first + max(embedding, second + 2 * largest, second + head)
 
 
 def _sleeps(config: PPOConfig, machine: Machine) -> bool:

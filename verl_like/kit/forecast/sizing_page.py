@@ -11,15 +11,7 @@ from pathlib import Path
 from verl_like.config import PPOConfig
 from verl_like.config.roles import ACTOR, roles_of
 from verl_like.kit.docs.configuration import filled
-from verl_like.kit.forecast.memory import (
-    GIB,
-    Machine,
-    changed,
-    forecast,
-    largest_budget,
-    largest_share,
-    tokens_of,
-)
+from verl_like.kit.forecast.memory import GIB, Machine, changed, forecast, largest_budget, largest_share, tokens_of
 from verl_like.kit.forecast.traffic import bubble, by_axis
 from verl_like.kit.speed.roofline import RunShape, generation_floor, phase_flops, sync_floor
 from verl_like.models.cost import ModelCost
@@ -98,7 +90,13 @@ def experts_shape(name: str) -> Shape:
     expert_weights, root = 3 * hidden * inner * experts, 2 * vocab * hidden + hidden
     layer = 2 * hidden * head * (heads + kv_heads) + 2 * head + 2 * hidden + hidden * experts + expert_weights
     sizes = {"hidden": hidden, "layers": layers, "heads": heads, "kv_heads": kv_heads, "head_size": head}
-    sizes |= {"inner": inner * chosen, "vocab": vocab, "expert_weights": expert_weights, "root_weights": root}
+    sizes |= {
+        "inner": inner * chosen,
+        "chosen": chosen,
+        "vocab": vocab,
+        "expert_weights": expert_weights,
+        "root_weights": root,
+    }
     return Shape(**sizes, normed_heads=True, all_weights=layers * layer + root, tied=False)
 
 
@@ -184,13 +182,13 @@ def _meshes(config: PPOConfig) -> Iterator[str]:
     yield "|---|---|---|---|---|---|" + "---|" * len(axes)
     for name, world, sizes in _MESHES:
         machine = Machine(on_cpu=False, world=world, capacity=None)
-        shape, chosen = (experts_shape(name), _EXPERTS[name][-1]) if name in _EXPERTS else (shape_of(name), 0)
+        shape = experts_shape(name) if name in _EXPERTS else shape_of(name)
         keys = {f"{role}.fsdp_config.{axis}_parallel_size": n for role in _ROLES for axis, n in sizes.items()}
         tried = changed(config, SETTINGS["all offloaded"] | keys)
         parts = forecast(tried, shape, None, machine).phases["update_actor"]
         role, stages = roles_of(tried)[ACTOR], sizes.get("pipeline", 1)
         tokens, count = tokens_of(tried, role, "update", world, row)
-        sent = by_axis(role, shape, machine, tokens, count, chosen)
+        sent = by_axis(role, shape, machine, tokens, count)
         own = sum(parts[part] for part in ("actor weights", "gradients", "actor optimizer"))
         idle = f"{bubble(stages, count):.0%}" if stages > 1 else ""
         mesh = ", ".join(f"{axis} {n}" for axis, n in sizes.items()) or "FSDP alone"
