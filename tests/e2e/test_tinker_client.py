@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
-import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import metrics_of, with_answers
 from test_sft import TRAINED, tokens_of
 from test_sft import run as sft
 from torch import Tensor
@@ -29,30 +24,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.unit.models import tiny_vision
 from tests.unit.models.tiny_vision import START, STOP
-from tests.worlds.packages import DATASETS, PEFT, TINKER_CLIENT, fetch
 from tests.worlds.processes import start
 from verl_like.data.chat import PromptEncoder
-from verl_like.plugins.tinker_server.adapters import Adapter, AdapterSpec, Places
-from verl_like.rollout.rollout_engine import request_seed
-from verl_like.trainer.compose import compose
-from verl_like.trainer.run import run as train
-from verl_like.trainer.sft_trainer import OBJECTIVE
 
 pytestmark = pytest.mark.engines
 TEXT = "Once upon a time there was a little girl named Lily. She liked to play in the park."
 ADAM = {"learning_rate": 2e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.01}
-
-
-@pytest.fixture(scope="module")
-def fetched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The client's packages, at the end of the path: in TINKER_PACKAGES, or fetched."""
-    folder = Path(os.environ.get("TINKER_PACKAGES") or tmp_path_factory.mktemp("packages"))
-    if not (folder / "tinker").is_dir():
-        fetch(folder, [*TINKER_CLIENT, *PEFT])
-    sys.path.append(str(folder))
-    os.environ["TINKER_API_KEY"], os.environ["TINKER_TELEMETRY"] = "tml-a-key-of-a-test", "0"
-    yield folder
-    sys.path.remove(str(folder))
 
 
 def serve(words: list[str]) -> None:
@@ -306,6 +283,39 @@ def test_a_client_does_not_notice_that_the_server_was_killed(fetched: Path, mode
 
 
 @pytest.mark.timeout(900)
+def test_ten_clients_do_not_notice_three_kills(fetched: Path, model: Path, tmp_path: Path) -> None:
+    """Ten sessions at once, of other ranks, targets and rows; each ends with the bits that it has alone."""
+    settings = [{"number": n, "rank": 2 + n % 3, "train_mlp": n % 2 == 0, "train_attn": True} for n in range(10)]
+
+    def loop(url: str, folder: Path, place: int, done: list[int]) -> Path:
+        client = Client(url, model, **settings[place])
+        for number in range(3):
+            act(client, number + place)
+            done.append(place)
+        return client.saved(folder, "end")
+
+    with server(model, tmp_path / "quiet") as (url, _):
+        expected = [loop(url, tmp_path / "quiet", place, []) for place in range(10)]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    state, done, kills = tmp_path / "killed", list[int](), list[int]()
+    with ThreadPoolExecutor(10) as pool, ExitStack() as servers:
+        url, process = servers.enter_context(server(model, state, port))
+        found = [pool.submit(loop, url, state, place, done) for place in range(10)]
+        for most in (4, 12, 20):
+            while len(done) < most and not all(each.done() for each in found):
+                time.sleep(0.01)
+            os.kill(process.pid, signal.SIGKILL)
+            process.join()
+            kills.append(len(done))
+            _, process = servers.enter_context(server(model, state, port))
+        ended = [each.result() for each in found]
+    assert kills[-1] < 30 and len(done) == 30, kills
+    for place, (mine, alone) in enumerate(zip(ended, expected, strict=True)):
+        assert same_bits(mine, alone), place
+
+
+@pytest.mark.timeout(900)
 def test_samples_of_vllm_are_the_policys_and_outlive_a_kill(fetched: Path, chat_model: Path, tmp_path: Path) -> None:
     """Two adapters of other ranks and targets, and the base: to the bit what the server before gave."""
     pytest.importorskip("vllm")
@@ -406,139 +416,3 @@ def test_losses_are_those_of_our_own_trainer(fetched: Path, chat_model: Path, tm
     records = sft(tmp_path, chat_model, "own", **lora)
     assert [record["train/loss"] for record in records] == pytest.approx(losses, abs=1e-4)
     assert losses[2] < losses[0] - 0.01
-
-
-@pytest.fixture(scope="module")
-def chatty(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model whose tokenizer knows the ends of turns."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    folder = tmp_path_factory.mktemp("chatty")
-    tokenizer = AutoTokenizer.from_pretrained(shared_data / "tok_minimind")
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    ends = {"eos_token_id": tokenizer.eos_token_id, "max_position_embeddings": 2048}
-    torch.manual_seed(0)
-    Qwen2ForCausalLM(Qwen2Config(vocab_size=len(tokenizer), num_key_value_heads=2, **sizes, **ends)).save_pretrained(
-        folder
-    )
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-NAME = "Qwen/Qwen3-8B"  # of the model to recipes
-RECIPES = {
-    "preference.dpo.train": ["renderer_name=qwen3", "batch_size=4", "max_steps=2"],
-    "distillation.on_policy_distillation": [
-        *("teacher_model=Qwen/Qwen3-8B", "renderer_name=qwen3", "groups_per_batch=2", "group_size=2"),
-        *("max_tokens=8", "max_steps=1", "eval_every=0", "lora_rank=8"),
-    ],
-    "sl_loop": ["batch_size=8", "max_steps=4", "learning_rate=1e-2", "lora_rank=8", "save_every=1"],
-    "rl_loop": ["batch_size=2", "max_steps=2", "group_size=4", "max_tokens=12", "loss_fn=importance_sampling"],
-    "rl_basic": ["max_tokens=8", "max_steps=1", "renderer_name=qwen3"],
-    "multiplayer_rl.guess_number.train": [
-        *("renderer_name=qwen3", "batch_size=1", "group_size=2", "max_tokens=6", "max_steps=1", "eval_every=0"),
-    ],
-}
-
-
-@pytest.fixture(scope="module")
-def hub(fetched: Path, shared_data: Path, chatty: Path) -> dict[str, str]:
-    """Environment of recipes: what they fetch from a hub, tinker_start.py answers."""
-    if not (fetched / "datasets").is_dir():
-        fetch(fetched, [*DATASETS, "pylatexenc"])
-    found = {"TINKER_PACKAGES": str(fetched), "MODEL_DIR": str(chatty), "TOKENIZERS_PARALLELISM": "false"}
-    return {**os.environ, **found, "GSM8K_FILE": str(shared_data / "gsm8k" / "train.jsonl"), "PYTHONPATH": ""}
-
-
-def begun(recipe: str, url: str, hub: dict[str, str], folder: Path, *words: str) -> subprocess.Popen[str]:
-    """A recipe's process; its files are unedited."""
-    rows = "2" if recipe == "rl_basic" else "32"  # its batch of 128 groups has the rows that there are
-    command = [sys.executable, str(Path(__file__).with_name("tinker_start.py")), f"tinker_cookbook.recipes.{recipe}"]
-    command += [f"model_name={NAME}", f"log_path={folder / recipe}", *(words or RECIPES[recipe])]
-    env = {"NUM_ROWS": rows} | hub | {"TINKER_BASE_URL": url}
-    return subprocess.Popen(command, env=env, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-
-
-def told_by(recipe: str, process: subprocess.Popen[str], folder: Path) -> list[dict[str, float]]:
-    """Metrics of each step of a recipe that has ended well."""
-    _, errors = process.communicate(timeout=600)
-    assert process.returncode == 0, errors[-3000:]
-    assert (folder / recipe / "checkpoints.jsonl").read_text().count("tinker://") >= 1
-    return [json.loads(line) for line in (folder / recipe / "metrics.jsonl").read_text().splitlines()]
-
-
-def check_learned(told: dict[str, list[dict[str, float]]]) -> None:
-    """Check what four of the recipes say about their steps."""
-    nll = [step["train_mean_nll"] for step in told["sl_loop"]]
-    assert len(nll) == 4 and nll[3] < nll[0] - 0.3
-    assert told["preference.dpo.train"][0]["loss:sum"] > 0
-    assert told["distillation.on_policy_distillation"][0]["teacher_kl"] == pytest.approx(0, abs=1e-4), "its own base"
-    assert len(told["rl_loop"]) == 2 and all(step["grad_norm:mean"] > 0 for step in told["rl_loop"])
-
-
-@pytest.mark.timeout(900)
-def test_recipes_of_the_cookbook_run_together(chatty: Path, hub: dict[str, str], tmp_path: Path) -> None:
-    """Four at once on one server, in passes and batches that they share: each learns as it does alone."""
-    names = list(RECIPES)[:4]
-    with server(chatty, tmp_path / "state", serve__model_name=NAME, serve__isolation="shared") as (url, _):
-        running = {name: begun(name, url, hub, tmp_path) for name in names}
-        try:
-            told = {name: told_by(name, process, tmp_path) for name, process in running.items()}
-        finally:
-            for process in running.values():
-                process.kill()
-    check_learned(told)
-
-
-TEMPLATE = (  # as the recipe writes a conversation
-    "{% for m in messages %}{{ '\n' if not loop.first }}<|im_start|>{{ m.role }}\n"
-    "{{ '<think>\n\n</think>\n\n' if m.role == 'assistant' }}{{ m.content }}<|im_end|>{% endfor %}"
-    "{{ '\n<|im_start|>assistant\n' if add_generation_prompt }}"
-)
-
-
-@pytest.mark.timeout(900)
-def test_sl_loop_has_the_curve_of_our_own_trainer(
-    chatty: Path, hub: dict[str, str], shared_data: Path, tmp_path: Path
-) -> None:
-    """The same first adapter and rows. The recipe's rate falls by a thousandth a step, ours stays: that is left."""
-    steps, lines = 6, (shared_data / "gsm8k" / "train.jsonl").read_text().splitlines()
-    base = shutil.copytree(chatty, tmp_path / "base")
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(base)
-    words = ["batch_size=8", f"max_steps={steps}", "learning_rate=1e-2", "lora_rank=8", "save_every=0"]
-    with server(base, tmp_path / "state", serve__model_name=NAME, trainer__seed=5) as (url, _):
-        more = {"NUM_ROWS": str(len(lines)), "TRAIN_UNEMBED": "0"}
-        told = told_by("sl_loop", begun("sl_loop", url, hub | more, tmp_path, *words), tmp_path)
-    places = Places(AutoModelForCausalLM.from_pretrained(base), head=False)
-    spec = AdapterSpec(rank=8, seed=request_seed(5, "adapter", 0), train_unembed=False)
-    Adapter.new(spec, 32.0, places, torch.device("cpu")).save(tmp_path / "first", str(base), optimizer=False)
-    rows = []
-    for place in np.random.default_rng(0).permutation(len(lines))[: 8 * steps]:  # as the recipe shuffles
-        row = json.loads(lines[place])
-        said = ("user", row["question"][:100]), ("assistant", row["answer"][:80])
-        rows.append({"messages": [{"role": role, "content": text} for role, text in said]})
-    own = {"model.lora_adapter_path": tmp_path / "first", "model.lora_rank": 8, "model.lora_alpha": 32}
-    own |= {"optim.eps": 1e-8, "optim.weight_decay": 0.0, "trainer.total_training_steps": steps}
-    own |= {"actor_rollout_ref.actor.grad_clip": 1e9, "actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-mean"}
-    train(compose([OBJECTIVE, *with_answers(tmp_path, base, "own", rows, **own)]))
-    losses = [record["actor/loss"] for record in metrics_of(tmp_path / "own")]
-    nll = [step["train_mean_nll"] for step in told]
-    print([(f"{mine:.5f}", f"{theirs - mine:.1e}") for mine, theirs in zip(losses, nll, strict=True)])
-    assert nll == pytest.approx(losses, abs=5e-4) and nll[-1] < nll[0] - 0.2
-    assert nll[0] == pytest.approx(losses[0], abs=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("isolation", ["exact", "shared"])
-def test_recipes_of_the_cookbook_run_unedited(
-    chatty: Path, hub: dict[str, str], tmp_path: Path, isolation: str
-) -> None:
-    """Supervised, reinforcement, preferences (a custom loss), several turns, distillation (a teacher's log-probs)."""
-    with server(chatty, tmp_path / "state", serve__model_name=NAME, serve__isolation=isolation) as (url, _):
-        told = {name: told_by(name, begun(name, url, hub, tmp_path), tmp_path) for name in RECIPES}
-    check_learned(told)
-    assert told["rl_basic"][0]["env/all/total_episodes"] == 32
-    assert told["multiplayer_rl.guess_number.train"][0]["env/all/turns_per_episode"] > 1

@@ -2,14 +2,15 @@
 
 What a recipe fetches from a hub is answered here: the tokenizer by MODEL_DIR, data sets by NUM_ROWS rows of GSM8K
 (GSM8K_FILE): so few that one batch of a recipe has them all.
-A model that writes at random is rewarded for every other answer, so that there is something to learn from.
-With TRAIN_UNEMBED=0 the output head, which our own trainer leaves as it is, gets no adapter.
+A model that writes at random is rewarded for answers with three "e", which are not quite half, so that it can learn.
+With TRAIN_UNEMBED=0 the output head, which our own trainer leaves as it is, gets no adapter; with SAMPLES_FILE every
+prompt is written down there with its samples, a line each, in the order in which they were asked for.
 """
 
 from __future__ import annotations
 
+import atexit
 import functools
-import hashlib
 import json
 import os
 import runpy
@@ -45,7 +46,28 @@ def load_dataset(path: str, *_: Any, split: str | None = None, **__: Any) -> Any
 
 
 def rewarded(given: str, _: str) -> bool:
-    return hashlib.sha256(given.encode()).digest()[0] % 2 == 0
+    return given.count("e") >= 3
+
+
+def write_samples_down(path: str) -> None:
+    """Note what sampling clients are asked and answer, at the end of the process."""
+    import tinker
+
+    sample, asked = tinker.SamplingClient.sample, []
+
+    def noted(self: Any, prompt: Any, *args: Any, **options: Any) -> Any:
+        future = sample(self, prompt, *args, **options)
+        asked.append((prompt.to_ints(), future))
+        return future
+
+    def write() -> None:
+        with open(path, "w", encoding="utf-8") as file:
+            for ids, future in asked:
+                answers = [[each.tokens, each.logprobs] for each in future.result().sequences]
+                file.write(json.dumps({"prompt": ids, "answers": answers}) + "\n")
+
+    tinker.SamplingClient.sample = noted
+    atexit.register(write)
 
 
 def main() -> None:
@@ -60,6 +82,8 @@ def main() -> None:
 
         create = tinker.ServiceClient.create_lora_training_client
         tinker.ServiceClient.create_lora_training_client = functools.partialmethod(create, train_unembed=False)
+    if "SAMPLES_FILE" in os.environ:
+        write_samples_down(os.environ["SAMPLES_FILE"])
     sys.argv = sys.argv[1:]
     runpy.run_module(sys.argv[0], run_name="__main__")
 
