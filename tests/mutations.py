@@ -711,10 +711,10 @@ MESH = [
         "engine/test_meshes.py",
     ),
     Mutation(
-        "neighbours share a row by its tokens, and have another stage",
-        "parallel/mesh.py",
-        "apart = self.sizes.pipe",
-        "apart = 1",
+        "experts that another stage sends are all the first ones",
+        "parallel/fsdp.py",
+        "                first += rows",
+        "                first += 0",
         "engine/test_meshes.py",
     ),
     Mutation(

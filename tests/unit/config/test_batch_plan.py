@@ -356,6 +356,12 @@ def test_the_token_budget_of_a_tensor_parallel_group_is_one_processs():
         (split(3), {}, r"actor.fsdp_config.tensor_parallel_size=3: must divide the number of processes .* = 8\)"),
         (split(4, fsdp_size=2), {}, r"tensor_parallel_size=4 does not divide .*actor.fsdp_config.fsdp_size=2"),
         (
+            split(4, pipeline_parallel_size=4),
+            {},
+            r"actor.fsdp_config.tensor_parallel_size=4: must divide the 2 processes that have the same stage "
+            r"\(8 processes with one copy of the model, .*pipeline_parallel_size=4\)",
+        ),
+        (
             split(2) | {"use_kl_loss": True, "kl_loss_type": "full"},
             {},
             r"needs one fsdp_config.tensor_parallel_size for actor and ref, but they are 2 and 1",
