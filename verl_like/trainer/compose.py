@@ -462,8 +462,7 @@ def _how_to_write(text: str) -> str:
     if "$(" in value:
         return "write key=value; $(...) is left to the shell in double quotes, not in single ones"
     if value.startswith(("[", "{")):
-        names = f", names before a colon without quotes: \"{key}={{a*: 'c=d'}}\"" if "{" in value else ""
-        return f"write key=value, and quote what stands in it: \"{key}=['a b','c=d']\"{names}"
+        return f"write key=value, and quote what stands in it, but no name before a colon: \"{key}=['a b','c=d']\""
     quoted = value.replace("'", "").replace('"', "")
     return f"write key=value, and in a shell script special characters in two pairs of quotes: '{key}=\"{quoted}\"'"
 
