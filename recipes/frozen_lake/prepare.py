@@ -2,8 +2,9 @@
 
     python recipes/frozen_lake/prepare.py --output-dir outputs/frozen_lake --seed 1
 
-writes OUTPUT/model (a Hugging Face folder). The warm start imitates a teacher who knows the way, then one who takes a
-step of a shortest path now and then and otherwise any step, so that the model can read maps, and loses most games.
+writes OUTPUT/model (a Hugging Face folder). The warm start is two supervised runs (`verl-like sft`, in
+OUTPUT/warm_start): on moves and games of a teacher who knows the way, then on games of one who takes a step of a
+shortest path now and then and otherwise any step, so that the model can read maps, and loses most games.
 """
 
 from __future__ import annotations
@@ -13,22 +14,23 @@ import json
 import math
 import random
 import re
+import shutil
 import sys
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from verl_like.plugins.games.frozen_lake import ACTIONS, FrozenLake
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "quickstart"))
 from model import build_model, save_checkpoint
+from warm_start import supervised
 
+Conversation = list[dict[str, str]]
 PAD, UNKNOWN, START, END = "<pad>", "<unk>", "<|im_start|>", "<|im_end|>"
 PLACES = [f"{thing}{row}{column}" for thing in "PGO" for row in range(4) for column in range(4)]
 PIECES = (START, END, "user\n", "assistant\n", *ACTIONS, *PLACES, "\n", " ")
@@ -43,10 +45,9 @@ STEPS = ((0, -1), (1, 0), (0, 1), (-1, 0))  # row and column, in the order of AC
 
 @dataclass(frozen=True, kw_only=True)
 class Lessons:
-    """So many optimizer steps of so many games, the first moves of each. knows: how often the teacher takes a step of a
-    shortest path; else it takes any. plain: share that is kept of maps whose right moves are those towards the goal."""
+    """So many games, the first moves of each. knows: how often the teacher takes a step of a shortest path; else it
+    takes any. plain: share that is kept of maps whose right moves are those towards the goal."""
 
-    steps: int
     games: int
     knows: float
     moves: int = MAX_STEPS
@@ -57,13 +58,15 @@ class Lessons:
 class Recipe:
     """Everything that decides what is prepared. reading: a game repeats its map in every turn, so that many maps with
     one move each teach more in the same time; seven maps in ten are plain, and teach nothing about holes. losing
-    changes the last MLP and norm alone: what the others know of maps stays, for training to bring it out again."""
+    changes the last MLP alone, by LoRA: what the others know of maps stays, for training to bring it out again."""
 
     seed: int = 1
-    reading: Lessons = Lessons(steps=1500, games=192, knows=0.95, moves=1, plain=0.1)
-    playing: Lessons = Lessons(steps=250, games=32, knows=0.95)
-    losing: Lessons = Lessons(steps=60, games=32, knows=0.25)
-    learning_rates: tuple[float, float] = (2e-3, 1e-3)  # the second: of losing
+    reading: Lessons = Lessons(games=96_000, knows=0.95, moves=1, plain=0.1)
+    playing: Lessons = Lessons(games=4_000, knows=0.95)
+    losing: Lessons = Lessons(games=23_040, knows=0.25)  # many, each once: their luck is not to be learnt
+    steps: tuple[int, int] = (1600, 60)  # of reading and playing; of losing
+    batch_sizes: tuple[int, int] = (192, 384)
+    learning_rates: tuple[float, float] = (2e-3, 2e-3)
     hidden_size: int = 64
     num_layers: int = 3
 
@@ -126,18 +129,15 @@ def map_of(game: FrozenLake, plain: float, rng: random.Random) -> int:
 
 def play(
     game: FrozenLake, seed: int, split: str, knows: float, rng: random.Random, most: int = MAX_STEPS
-) -> tuple[list[str], list[list[float]], list[str], bool]:
-    """A game of the teacher, or its first moves: what it saw, the probabilities of its moves, what it said, whether it
-    won."""
-    seen, moves, said = [game.reset(seed=seed, options={"split": split})[0]], list[list[float]](), list[str]()
+) -> tuple[Conversation, bool]:
+    """A game of the teacher, or its first moves, as a conversation; whether it won."""
+    picture, said = game.reset(seed=seed, options={"split": split})[0], Conversation()
     while True:
-        best = shortest(game)
-        moves.append([(1 - knows) / 4 + knows * (move in best) / len(best) for move in range(4)])
-        said.append(rng.choices(ACTIONS, moves[-1])[0])
-        picture, _, terminated, truncated, info = game.step(said[-1])
-        if terminated or truncated or len(said) == most:
-            return seen, moves, said, info["success"]
-        seen.append(picture)
+        word = ACTIONS[rng.choice(shortest(game) if rng.random() < knows else range(4))]
+        said += [{"role": "user", "content": picture}, {"role": "assistant", "content": word}]
+        picture, _, terminated, truncated, info = game.step(word)
+        if terminated or truncated or len(said) == 2 * most:
+            return said, info["success"]
 
 
 def success_of(knows: float, split: str, games: int = 2000) -> float:
@@ -146,65 +146,35 @@ def success_of(knows: float, split: str, games: int = 2000) -> float:
     return sum(play(game, seed, split, knows, rng)[-1] for seed in range(games)) / games
 
 
-def encode(
-    seen: list[str], moves: list[list[float]], said: list[str], vocabulary: dict[str, int]
-) -> tuple[list[int], list[tuple[int, list[float]]]]:
-    """Token ids of a game, and what should follow at some places of them: probabilities of the moves, or of the end."""
-    ids, taught = list[int](), list[tuple[int, list[float]]]()
-    for picture, chances, word in zip(seen, moves, said, strict=True):
-        head = f"{START}user\n{picture}{END}\n{START}assistant\n"
-        ids += [vocabulary[piece] for piece in re.findall(PATTERN, head)]
-        taught += [(len(ids) - 1, [*chances, 0.0]), (len(ids), [0.0] * 4 + [1.0])]
-        ids += [vocabulary[piece] for piece in (word, END, "\n")]
-    return ids, taught
+def shown(lessons: Lessons, rng: random.Random) -> list[dict[str, Conversation]]:
+    """Rows of what the teacher plays."""
+    game = lake()
+    seeds = [map_of(game, lessons.plain, rng) for _ in range(lessons.games)]
+    return [{"messages": play(game, seed, "train", lessons.knows, rng, lessons.moves)[0]} for seed in seeds]
 
 
-def loss_of(
-    model: Qwen2ForCausalLM, games: list[tuple[list[int], list[tuple[int, list[float]]]]], words: Tensor
-) -> Tensor:
-    """Cross entropy with the teacher's probabilities. words: ids of the moves and of the end."""
-    width = max(len(ids) for ids, _ in games)
-    ids_BT = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in games])
-    places = [(row, place) for row, (_, taught) in enumerate(games) for place, _ in taught]
-    wanted_NW = torch.tensor([chances for _, taught in games for _, chances in taught])
-    rows_N, places_N = torch.tensor(places).T
-    log_probs_NV = model(input_ids=ids_BT).logits[rows_N, places_N].log_softmax(-1)
-    return -(wanted_NW * log_probs_NV[:, words]).sum(-1).mean()
-
-
-def study(
-    model: Qwen2ForCausalLM,
-    parameters: list[Tensor],
-    lessons: list[Lessons],
-    learning_rate: float,
-    rng: random.Random,
-    vocabulary: dict[str, int],
-) -> None:
-    """Imitate the teacher. AdamW, 20 steps of warm-up, after a third a rate that falls to nothing."""
-    optimizer = torch.optim.AdamW(parameters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    words, game = torch.tensor([vocabulary[word] for word in (*ACTIONS, END)]), lake()
-    steps = [kind for kind in lessons for _ in range(kind.steps)]
-    for step, kind in enumerate(steps, start=1):
-        left = (len(steps) - step + 1) / len(steps)
-        optimizer.param_groups[0]["lr"] = learning_rate * min(1.0, step / 20, 1.5 * left)
-        seeds = [map_of(game, kind.plain, rng) for _ in range(kind.games)]
-        games = [play(game, seed, "train", kind.knows, rng, kind.moves) for seed in seeds]
-        loss = loss_of(model, [encode(*played, vocabulary) for *played, _ in games], words)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        model.zero_grad()
-        if step % 100 == 0 or step == len(steps):
-            print(f"  step {step}/{len(steps)}  loss {loss.item():.3f}", flush=True)
-
-
-def warm_start(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> None:
-    """Learn to read maps and to play, then to lose."""
-    rng, vocabulary = random.Random(recipe.seed), tokenizer.get_vocab()
-    well, badly = recipe.learning_rates
-    study(model, [*model.parameters()], [recipe.reading, recipe.playing], well, rng, vocabulary)
-    last = [*model.model.layers[-1].mlp.parameters(), *model.model.norm.parameters()]
-    study(model, last, [recipe.losing], badly, rng, vocabulary)
+def warm_start(folder: Path, model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> Path:
+    """Learn to read maps and to play, then to lose. The model's folder."""
+    rng, known = random.Random(recipe.seed), folder / "new_model"
+    save_checkpoint(known, model, tokenizer)
+    last = {
+        "actor_rollout_ref__model__lora_rank": recipe.hidden_size // 2,
+        "actor_rollout_ref__model__target_modules": rf".*\.{recipe.num_layers - 1}\.mlp\..*",
+    }
+    lessons = {"playing": ([recipe.reading, recipe.playing], {}), "losing": ([recipe.losing], last)}
+    for number, (name, (kinds, more)) in enumerate(lessons.items()):
+        known = supervised(
+            known,
+            [row for kind in kinds for row in shown(kind, rng)],
+            folder / name,
+            steps=recipe.steps[number],
+            batch_size=recipe.batch_sizes[number],
+            seed=recipe.seed,
+            optim__lr=recipe.learning_rates[number],
+            sft__max_length=256,
+            **more,
+        )
+    return known
 
 
 def prepare(output_dir: Path, recipe: Recipe) -> None:
@@ -221,8 +191,9 @@ def prepare(output_dir: Path, recipe: Recipe) -> None:
     model = build_model(tokenizer, hidden_size=recipe.hidden_size, num_layers=recipe.num_layers, seed=recipe.seed)
     print(f"Warm start of a new {model.num_parameters() / 1e6:.2f}M-parameter Qwen2 model, a few minutes:", flush=True)
     started = time.time()
-    warm_start(model, tokenizer, recipe)
-    save_checkpoint(output_dir / "model", model, tokenizer)
+    for folder in ("warm_start", "model"):
+        shutil.rmtree(output_dir / folder, ignore_errors=True)
+    shutil.copytree(warm_start(output_dir / "warm_start", model, tokenizer, recipe), output_dir / "model")
     done.write_text(json.dumps(asdict(recipe)))
     print(f"Warm start took {time.time() - started:.0f} s")
 

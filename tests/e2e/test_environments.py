@@ -39,8 +39,9 @@ def recipe(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def small(recipe: ModuleType) -> Any:
-    lessons = recipe.Lessons(steps=1, games=4, knows=0.5, plain=0.5)
-    return recipe.Recipe(reading=lessons, playing=lessons, losing=lessons, hidden_size=32, num_layers=1)
+    lessons = recipe.Lessons(games=4, knows=0.5, plain=0.5)
+    size = {"hidden_size": 32, "num_layers": 1, "steps": (1, 1), "batch_sizes": (4, 4)}
+    return recipe.Recipe(reading=lessons, playing=lessons, losing=lessons, **size)
 
 
 def train(folder: Path, out: Path, *arguments: str, timeout: float = 200) -> list[dict[str, Any]]:
