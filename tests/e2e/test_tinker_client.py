@@ -282,6 +282,7 @@ def test_a_client_does_not_notice_that_the_server_was_killed(fetched: Path, mode
     assert same_bits(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_ten_clients_do_not_notice_three_kills(fetched: Path, model: Path, tmp_path: Path) -> None:
     """Ten sessions at once, of other ranks, targets and rows; each ends with the bits that it has alone."""

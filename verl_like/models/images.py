@@ -49,7 +49,7 @@ def header(handle: MediaHandle, max_megapixels: float) -> tuple[int, int]:
         size = bounded(handle, image.size, max_megapixels)  # before PIL decodes all of it, to find its EXIF
         marked = any(mark in data for mark in _MARKS.get(str(image.format), (b"",)))
         lies = marked and _turn(image) in [_TURN[number] for number in (5, 6, 7, 8)]
-        return size[::-1] if lies else size
+        return (size[1], size[0]) if lies else size
 
 
 def bounded(handle: MediaHandle, size: tuple[int, int], max_megapixels: float) -> tuple[int, int]:

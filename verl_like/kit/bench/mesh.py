@@ -106,7 +106,7 @@ def bars_of(rows: Sequence[Row]) -> Iterator[str]:
 def meshes(ranks: int) -> dict[str, dict[str, Any]]:
     """Each axis over all ranks, and over two of four beside FSDP's over what is left: name -> keys."""
     kept = {f"{_FSDP}.reshard_after_forward": False, f"{_FSDP}.sync_every_micro_batch": False}
-    found = {axis: {key: 1 if axis == "replicate" else ranks} for axis, key in KEYS.items()}
+    found: dict[str, dict[str, Any]] = {axis: {key: 1 if axis == "replicate" else ranks} for axis, key in KEYS.items()}
     pieces = {KEYS["pipe"]: 2, f"{_FSDP}.virtual_pipeline_size": 2}
     found["pipe-virtual" if ranks == 2 else "shard-pipe-virtual"] = pieces
     found["pipe-zero-bubble"] = {KEYS["pipe"]: ranks, f"{_FSDP}.pipeline_schedule": "zero_bubble"}
