@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from verl_like.algorithms.objectives import PolicyObjective, ValueObjective
 from verl_like.batch import Denominators, Evaluated, Experience, Metric, Sequences
@@ -48,16 +49,18 @@ class TrainedRole:
         """Checksums of every weight in float32, the same however it is sharded (collective)."""
         return self.engine.weight_checksums(torch.float32)
 
-    def write_weights(self, path: str) -> list[tuple[str, torch.Size]]:
+    def write_weights(self, path: str) -> list[tuple[str, torch.Size | Tensor]]:
         """Write every weight in float32, adapters added in, behind each other into a file, by the first rank.
 
-        Collective; returns names and shapes in the file's order. One weight at a time is gathered.
+        Collective; returns names and shapes in the file's order. One weight at a time is gathered. path: a file of the
+        driver's; where the first rank's machine does not have it, that rank returns the weights themselves.
         """
-        found = []
-        with open(path if self.engine.process.rank == 0 else os.devnull, "wb") as file:
+        found, first = list[tuple[str, torch.Size | Tensor]](), self.engine.process.rank == 0
+        is_here = os.path.exists(path)
+        with open(path if first and is_here else os.devnull, "wb") as file:
             for name, tensor in self.engine.export_weights(torch.float32):
                 tensor.detach().cpu().numpy().tofile(file)
-                found.append((name, tensor.shape))
+                found.append((name, tensor.shape if is_here or not first else tensor.detach().cpu()))
                 del tensor  # before the next is gathered
         return found
 

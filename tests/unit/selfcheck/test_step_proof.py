@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,6 +103,16 @@ def test_a_sound_step_passes(plain: Callable[[str], Plain], name: str) -> None:
     findings = plain(name).findings()
     assert all(each.passed for each in findings), table(findings)
     assert max(each.difference for each in findings) > 0  # not a comparison of a thing with itself
+
+
+def test_weights_come_from_ranks_on_another_machine(
+    plain: Callable[[str], Plain], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They do not find the driver's file there."""
+    elsewhere = SimpleNamespace(path=SimpleNamespace(exists=lambda _: False), devnull=os.devnull)
+    monkeypatch.setattr("verl_like.workers.roles.os", elsewhere)
+    findings = plain("lora").findings()
+    assert len(findings) > 10 and all(each.passed for each in findings), table(findings)
 
 
 Plant = Callable[[pytest.MonkeyPatch], None]

@@ -230,10 +230,12 @@ def _weights_of(handle: RoleHandle, folder: str) -> dict[str, Tensor]:
     The ranks write it: an answer of that size would stay in the memory of driver, rank and Ray's store.
     """
     with tempfile.NamedTemporaryFile(dir=folder) as file:
-        names, shapes = zip(*handle.call_all("write_weights", file.name)[0], strict=True)
-        sizes = [math.prod(shape) for shape in shapes]
+        found = dict(handle.call_all("write_weights", file.name)[0])
+        if any(isinstance(each, Tensor) for each in found.values()):  # the ranks are on another machine
+            return found
+        sizes = [math.prod(shape) for shape in found.values()]
         flat = torch.from_file(file.name, size=sum(sizes), dtype=torch.float32)
-    return {name: part.view(shape) for name, shape, part in zip(names, shapes, flat.split(sizes), strict=True)}
+    return {name: part.view(shape) for (name, shape), part in zip(found.items(), flat.split(sizes), strict=True)}
 
 
 class _Kept:
