@@ -61,6 +61,10 @@ class MeshSizes:
         """Processes of one copy that hold the same stage of its layers: all of them where there are no stages."""
         return max(1, self.copy // self.pipe)
 
+    def beside(self, axis: str) -> int:
+        """Count the processes with the same stage that `axis` must divide: parts of rows are shared across copies."""
+        return (self.world if axis == "slices" else self.copy) // self.pipe
+
     @property
     def replicate(self) -> int:
         """Copies of the model."""
@@ -113,8 +117,8 @@ class MeshSizes:
                 yield axis, "copy"
         if self.pipe > 1 and not self.copy % self.pipe:
             for axis in ("slices", "tensor", "expert"):
-                size, whole = getattr(self, axis), self.world if axis == "slices" else self.copy
-                if not whole % size and whole // self.pipe % size:
+                size, beside = getattr(self, axis), self.beside(axis)
+                if beside % size and not beside * self.pipe % size:
                     yield axis, "stage"
 
 

@@ -145,8 +145,9 @@ class RoleConfig:
                 why = f"the processes with one copy of the model are whole {axis}-parallel groups"
                 problems.append(f"{named} does not divide {copy_key}={sizes.copy}: {why}")
             elif total == "stage":
-                each = f"{sizes.copy} processes with one copy of the model, {self.pipe_key}={sizes.pipe}"
-                problems.append(f"{named}: must divide the {sizes.stage} processes that have the same stage ({each})")
+                beside, each = sizes.beside(axis), "" if axis == "slices" else " with one copy of the model"
+                each = f"{beside * sizes.pipe} processes{each}, {self.pipe_key}={sizes.pipe}"
+                problems.append(f"{named}: must divide the {beside} processes that have the same stage ({each})")
             else:
                 problems.append(f"{named}: must divide the number of processes ({processes_text})")
         if replicas:

@@ -56,8 +56,10 @@ def explain(name: str, overrides: Sequence[str] = (), yaml_files: Sequence[Path]
     if key is None:
         why = refusal(path)
         values = {value: at for at, menu in _MENUS.items() for value in menu} | dict.fromkeys(_presets(), "preset")
-        near = difflib.get_close_matches(name, values, n=1, cutoff=0.75)
-        meant = f"; did you mean {values[near[0]]}={near[0]}?" if near else suggest(name)
+        endings = [path.rpartition(".")[2] for path in keys()]
+        near = difflib.get_close_matches(name, [*endings, *values], n=1, cutoff=0.75)
+        is_value = bool(near) and near[0] in values and near[0] not in endings
+        meant = f"; did you mean {values[near[0]]}={near[0]}?" if is_value else suggest(name)
         missing = f"there is no key {name}{meant}{_similar(name, meant)}"
         raise ConfigError([missing if why is None else f"{name}: {why}"])
     tree, changes, _ = compose_tree(overrides, yaml_files)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from verl_like.config import ModelConfig, RolloutConfig
 from verl_like.models.families import sees
+from verl_like.models.loading import load_hf_config
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.rollout import hf_cache
 from verl_like.rollout.base import EngineSpec, RolloutEngine
@@ -71,13 +72,15 @@ def refuses_model(rollout: RolloutConfig, model: ModelConfig, device_type: str, 
 
     What is wrong with the folder itself is told when the run loads it.
     """
-    folder = Path(model.path or "").expanduser()
-    if not (folder / "config.json").is_file():
+    if not (Path(model.path or "").expanduser() / "config.json").is_file():
         return False
     try:
-        hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
-        require_model(rollout, hf_config, device_type, rollout.max_model_len or max_model_len)
+        hf_config = load_hf_config(model)
     except (OSError, ValueError):
+        return False
+    try:
+        require_model(rollout, hf_config, device_type, rollout.max_model_len or max_model_len)
+    except ValueError:
         return True
     return False
 

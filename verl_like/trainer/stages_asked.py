@@ -94,7 +94,7 @@ def _indivisible(config: PPOConfig, name: str, role: RoleConfig) -> str:
         if axis == "pipe":
             return f"it does not divide {getattr(sizes, total)} processes"
         if total == "stage":
-            return f"{NAMES[axis]}={getattr(sizes, axis)} does not divide the {sizes.stage} processes of a stage"
+            return f"{NAMES[axis]}={getattr(sizes, axis)} does not divide the {sizes.beside(axis)} processes of a stage"
     return ""
 
 

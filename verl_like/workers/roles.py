@@ -57,10 +57,12 @@ class TrainedRole:
         """
         found, first = list[tuple[str, torch.Size | Tensor]](), self.engine.process.rank == 0
         is_here = os.path.exists(path)
-        with open(path if first and is_here else os.devnull, "wb") as file:
+        with open(path, "wb") if first and is_here else nullcontext() as file:
             for name, tensor in self.engine.export_weights(torch.float32):
-                tensor.detach().cpu().numpy().tofile(file)
-                found.append((name, tensor.shape if is_here or not first else tensor.detach().cpu()))
+                if file is not None:
+                    tensor.detach().cpu().numpy().tofile(file)
+                by_value = first and not is_here  # a copy: with a view of a stack all of it would travel
+                found.append((name, tensor.detach().cpu().clone() if by_value else tensor.shape))
                 del tensor  # before the next is gathered
         return found
 

@@ -85,6 +85,7 @@ def test_every_other_name_of_verls_leads_there() -> None:
         ("clip_ratio_hihg", "Similar: actor_rollout_ref.actor.clip_ratio_high"),
         ("num_return_sequences_in_group", "is our actor_rollout_ref.rollout.n"),
         ("lite_pp", "did you mean preset=lite_ppo?"),
+        ("clip_cov_rat", "Similar: actor_rollout_ref.actor.policy_loss.clip_cov_ratio"),
     ],
 )
 def test_a_key_that_there_is_not(name: str, message: str) -> None:

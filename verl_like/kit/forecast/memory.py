@@ -216,7 +216,8 @@ def _sent_bytes(config: PPOConfig, shape: memory.Shape, machine: Machine, *, apa
 
     A tensor at a time within a process. To another one two buckets, or one that holds all, and the tensor that is
     gathered: the embedding first, when there is one bucket; a layer's, each beside the one before; the head. A tensor
-    that is larger than a bucket gets one of its size, or is sent from where it is to devices `apart`.
+    that is larger than a bucket gets one of its size, or is sent from where it is to devices `apart`. On a CPU buckets
+    are files of shared memory, which are not counted.
     """
     rollout, c = config.actor_rollout_ref.rollout, _rollout_bytes(config, machine)
     whole, embedding = float(c * shape.all_weights), float(c * shape.vocab * shape.hidden)

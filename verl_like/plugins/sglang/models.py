@@ -36,19 +36,20 @@ def require_model(rollout: RolloutConfig, config: PretrainedConfig, device_type:
     max_model_len: tokens of the longest row. Raises ValueError, naming key and fix, otherwise.
     """
     name, text = config.model_type, config.get_text_config()
-    problem = NOT_ON_CPU.get(name) if device_type == "cpu" else None
-    kept = getattr(text, "num_key_value_heads", None)
+    section, kept = "actor_rollout_ref.rollout.name=sglang", getattr(text, "num_key_value_heads", None)
+    if device_type == "cpu" and (problem := NOT_ON_CPU.get(name)) is not None:
+        raise ValueError(f"{section} on device cpu, with a model of type {name!r}: {problem}; set name=hf")
     if name in WITH_ALL_HEADS and kept not in (None, text.num_attention_heads):
-        problem = f"SGLang's model of it has {text.num_attention_heads} heads of keys, and this one has {kept}"
-    if problem is not None:
         raise ValueError(
-            f"actor_rollout_ref.rollout.name=sglang on device {device_type}, with a model of type {name!r}: {problem}; "
-            "set name=hf or vllm"
+            f"{section} with a model of type {name!r}: SGLang's model of it has {text.num_attention_heads} heads of "
+            f"keys, and this one has {kept}; set name=hf"
         )
+    if text.model_type not in WITHOUT_WINDOWS:
+        return
     windows = [layer.sliding_window for layer in new_cache(text).layers if layer.is_sliding]
-    if text.model_type in WITHOUT_WINDOWS and windows and min(windows) < max_model_len:
+    if windows and min(windows) < max_model_len:
         raise ValueError(
-            f"actor_rollout_ref.rollout.name=sglang with a model of type {name!r}, whose sliding_window={min(windows)} "
+            f"{section} with a model of type {name!r}, whose sliding_window={min(windows)} "
             f"is less than the longest row of {max_model_len} tokens: SGLang's model of it has no windows; set "
             "name=vllm or hf, or data.max_prompt_length + data.max_response_length (rollout.max_model_len) to it"
         )

@@ -14,11 +14,11 @@ from verl_like.config import RolloutConfig
 
 # Types that it cannot run, or whose log-probs are not the trainer's, on any device
 NOWHERE: dict[str, str] = {
-    "cohere2": "vLLM's window is a token longer than transformers'",
     "bamba": "vLLM has no model of it any more",
 }
-# The same of its CPU build
+# The same of its CPU build; cohere2 with rows longer than its window on any device
 NOT_ON_CPU: dict[str, str] = NOWHERE | {
+    "cohere2": "vLLM's window is a token longer than transformers'",
     "phi": "vLLM's head has no bias",
     "gpt_neox": "vLLM's CPU build crashes: its attention takes no slices of fused queries, keys and values",
     "gpt_oss": "vLLM's CPU build has no kernel for its experts",
@@ -41,7 +41,8 @@ _DELTA_HEADS = (64, 128)  # sizes that its CPU kernel of the delta rule is made 
 def require_model(rollout: RolloutConfig, config: PretrainedConfig, device_type: str, max_model_len: int) -> None:
     """Check that vLLM can run a model of this type on this device. Raises ValueError, naming key and fix, otherwise."""
     name, section, text = config.model_type, "actor_rollout_ref.rollout", config.get_text_config()
-    if (why := (NOT_ON_CPU if device_type == "cpu" else NOWHERE).get(name)) is not None:
+    cut = name == "cohere2" and text.sliding_window < max_model_len
+    if (why := (NOT_ON_CPU if device_type == "cpu" or cut else NOWHERE).get(name)) is not None:
         raise ValueError(
             f"{section}.name=vllm on device {device_type}, with a model of type {name!r}: {why}; set name=hf"
         )
