@@ -6,6 +6,8 @@ parameters (embedding, final norm, head) only there.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 HIDDEN = "hidden_states"
 TOP_LOG_PROBS, TOP_IDS = "top_log_probs", "top_ids"  # wanted together
 _ENTROPY_ROWS = 2048  # verl's
+# What backbones do between embedding and first layer, and the value with which it does nothing (Granite, StarCoder2)
+_OF_EMBEDDINGS: dict[str, float] = {"embedding_multiplier": 1.0, "embedding_dropout": 0.0}
+_DROPOUTS = ("embed_dropout", "emb_dropout")  # modules that do so (Phi, GPT-NeoX)
 HF_PREFIX = "hf."  # `TokenModel.hf` holds the Hugging Face model: the rest of a parameter's name is Hugging Face's
 
 
@@ -49,13 +54,29 @@ class TokenModel(nn.Module):
         """
         kwargs = inputs.model_kwargs() | {"use_cache": False}
         if received is not None:
-            output = families.backbone(self.hf)(inputs_embeds=received, **kwargs)
+            with _handed_on(families.backbone(self.hf)) as body:
+                output = body(inputs_embeds=received, **kwargs)
         elif inputs.images is None:
             output = families.backbone(self.hf)(input_ids=inputs.input_ids, **kwargs)
         else:
             output = vision.run(self.hf, inputs.input_ids, images=inputs.images, **kwargs)
         hidden = output.last_hidden_state
         return hidden if self.hands_on else hidden.flatten(0, 1)[inputs.select_N]
+
+
+@contextmanager
+def _handed_on(body: nn.Module) -> Iterator[nn.Module]:
+    """Let a backbone take what it is given as it is: the first stage has scaled the embeddings, and dropped of them."""
+    places = [(body, name, value) for name, value in _OF_EMBEDDINGS.items() if hasattr(body, name)]
+    places += [(getattr(body, name), "p", 0.0) for name in _DROPOUTS if hasattr(body, name)]
+    own = [getattr(owner, name) for owner, name, _ in places]
+    try:
+        for owner, name, value in places:
+            setattr(owner, name, value)
+        yield body
+    finally:
+        for (owner, name, _), value in zip(places, own, strict=True):
+            setattr(owner, name, value)
 
 
 class PolicyModel(TokenModel):

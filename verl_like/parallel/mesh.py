@@ -110,7 +110,7 @@ class ParallelMesh:
     def __init__(self, sizes: MeshSizes, device: torch.device) -> None:
         for axis, total in sizes.problems():
             whole = {"world": f"{sizes.world} ranks", "copy": f"{NAMES['copy']}={sizes.copy}"}
-            each = whole.get(total, f"{sizes.stage} ranks with a stage of one copy of the model")
+            each = whole.get(total, f"{sizes.beside(axis)} ranks with the same stage")
             raise ValueError(f"{NAMES[axis]}={getattr(sizes, axis)} does not divide the {each}")
         self.sizes, self.rank, self._device = sizes, dist.get_rank(), device
         self.root = self._mesh(sizes.weights())

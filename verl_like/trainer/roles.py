@@ -79,9 +79,9 @@ class RoleHandle:
 
     @property
     def ranks_per_row(self) -> int:
-        """Number of neighbouring ranks that get the same rows, and a slice of their tokens each.
+        """Number of neighbouring ranks that get the same rows.
 
-        Ulysses and tensor parallelism need several.
+        Ulysses, context, tensor and pipeline parallelism need several.
         """
         return self.plan.roles[self.role].ranks_per_row
 
