@@ -341,8 +341,10 @@ class Sharding:
                 continue
             first = 0
             for part in self._parts(parameter, parameter, dtype, self._sent_in_parts(name, in_parts)):
+                rows = part.shape[0]
                 yield name, first, part
-                first += part.shape[0]
+                del part  # before the next is gathered
+                first += rows
         for name, buffer in buffers.items():
             if wanted(name):
                 yield name, 0, buffer.to(device=self._device, dtype=torch.float32, copy=True)
