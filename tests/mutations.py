@@ -713,8 +713,8 @@ MESH = [
     Mutation(
         "experts that another stage sends are all the first ones",
         "parallel/fsdp.py",
-        "                first += rows",
-        "                first += 0",
+        "part, holder, **like)\n                first += rows",
+        "part, holder, **like)\n                first += 0",
         "engine/test_meshes.py",
     ),
     Mutation(
