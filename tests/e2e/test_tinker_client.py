@@ -381,7 +381,7 @@ def test_images_of_the_client_are_seen_in_prompts_and_rows(fetched: Path, tmp_pa
             client.training.optim_step(tinker.AdamParams(**ADAM)).result()
         assert losses == sorted(losses, reverse=True)
         wrong = datum(b"no image", answer, weights=torch.ones(6))
-        with pytest.raises(Exception, match="is no image that PIL can open"):
+        with pytest.raises(Exception, match="is neither a png nor a jpeg"):
             client.training.forward([wrong], "cross_entropy").result()
 
 
