@@ -196,10 +196,7 @@ def _take_objective(settings: Settings) -> None:
 
 
 def _engine(tree: DictConfig, changes: list[Change]) -> list[str]:
-    """Choose the engine where rollout.name=auto: of those installed the first that the other keys allow.
-
-    Returns the line that tells it.
-    """
+    """Choose the engine where rollout.name=auto: the first installed that all else allows. Returns its line."""
     key = "actor_rollout_ref.rollout.name"
     if str(_selected(tree, key)) != AUTO:
         return []
@@ -210,23 +207,26 @@ def _engine(tree: DictConfig, changes: list[Change]) -> list[str]:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     refused: dict[str, int] = {}
     model = _selected(tree, "actor_rollout_ref.model.path")
-    for name in preferred(on_cpu=device == "cpu", model_bytes=weight_bytes(model)):
-        if is_installed(name):
-            _apply(tree, Change(key, name))
-            refused[name] = _count_problems(tree, changes, device)
+    for name in filter(is_installed, preferred(on_cpu=device == "cpu", model_bytes=weight_bytes(model))):
+        _apply(tree, Change(key, name))
+        refused[name] = _count_problems(tree, changes, device)
+        if not refused[name]:
+            break
     chosen = min(refused, key=lambda name: refused[name])
     _apply(tree, Change(key, chosen))
     return [f"{key}=auto: {chosen}, on {device.upper()}"]
 
 
 def _count_problems(tree: DictConfig, changes: list[Change], device: str) -> int:
-    from verl_like.rollout.build import refuses_model  # which imports torch
-
-    config = to_config(tree)
     try:
+        config = to_config(tree)
         checked(config, changes)
     except ConfigError as error:
         return len(error.problems)
+    if config.actor_rollout_ref.rollout.engine.require_model is None:
+        return 0
+    from verl_like.rollout.build import refuses_model  # which imports torch
+
     needed = config.data.max_prompt_length + config.data.max_response_length
     return int(refuses_model(config.actor_rollout_ref.rollout, config.actor_rollout_ref.model, device, needed))
 

@@ -10,10 +10,9 @@ from transformers import PretrainedConfig
 from verl_like.config import RolloutConfig
 from verl_like.rollout.hf_cache import new_cache
 
-_BACKEND = "SGLang's model of it takes no attention that a CPU has"
 # Types that it cannot run on a CPU, or whose log-probs are not the trainer's there
 NOT_ON_CPU: dict[str, str] = {
-    **dict.fromkeys(("gpt_oss", "exaone4"), _BACKEND),
+    **dict.fromkeys(("gpt_oss", "exaone4"), "SGLang's model of it takes no attention that a CPU has"),
     "olmo3": "its log-probs in SGLang are others (by 1 nat), though all weights are right",
     "gemma": "SGLang holds its norms with one added",
     "gemma2": "SGLang reads a field (hidden_act) that its config does not have",

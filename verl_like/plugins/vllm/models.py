@@ -39,7 +39,10 @@ _DELTA_HEADS = (64, 128)  # sizes that its CPU kernel of the delta rule is made 
 
 
 def require_model(rollout: RolloutConfig, config: PretrainedConfig, device_type: str, max_model_len: int) -> None:
-    """Check that vLLM can run a model of this type on this device. Raises ValueError, naming key and fix, otherwise."""
+    """Check that vLLM can run a model of this type on this device.
+
+    max_model_len: tokens of the longest row. Raises ValueError, naming key and fix, otherwise.
+    """
     name, section, text = config.model_type, "actor_rollout_ref.rollout", config.get_text_config()
     cut = name == "cohere2" and text.sliding_window < max_model_len
     if (why := (NOT_ON_CPU if device_type == "cpu" or cut else NOWHERE).get(name)) is not None:
