@@ -199,15 +199,21 @@ def two(process: ProcessInfo, paths: dict[str, str], saved: str, others: str) ->
 
 
 def four(process: ProcessInfo, paths: dict[str, str], saved: str, others: str) -> dict[str, Any]:
-    """Two pipelines that share the weights of their stages; two copies of the model; four stages, also in pieces."""
-    found, batch = everything(Line(process, 2), paths, saved, others), batch_of()
+    """Two pipelines that share the weights of their stages, also in pieces and with late gradients of weights."""
+    found = everything(Line(process, 2), paths, saved, others)
     found["pieces"] = in_pieces(Line(process, 2, pieces=2), paths, f"{saved}_pieces", f"{others}_pieces")
+    found["late"] = late(Line(process, 2, schedule="zero_bubble"), paths, saved)
+    found["late_pieces"] = late(Line(process, 2, 2, 2, schedule="zero_bubble"), paths, saved)
+    return found
+
+
+def meshes(process: ProcessInfo, paths: dict[str, str], saved: str) -> dict[str, Any]:
+    """Two copies of the model; four stages, also in pieces and with late gradients of weights."""
+    found, batch = dict[str, Any](), batch_of()
     for name, line in {"copies": Line(process, 2, fsdp_size=2), "stages": Line(process, 4)}.items():
         engine = line.engine(paths["tied"])
         found[f"{name}_gradients"] = line.gradients(engine, batch)
         found[f"{name}_told"] = line.step(engine, 0)
-    found["late"] = late(Line(process, 2, schedule="zero_bubble"), paths, saved)
-    found["late_pieces"] = late(Line(process, 2, 2, 2, schedule="zero_bubble"), paths, saved)
     four_stages = Line(process, 4, schedule="zero_bubble")
     found["stages_late"] = four_stages.gradients(four_stages.engine(paths["tied"]), batch)
     line, path = Line(process, 4, pieces=2), deep(Path(f"{saved}_deep_{process.rank}"))

@@ -77,10 +77,13 @@ class RowGroup:
         return {name: gradient.clone() for name, gradient in engine.sharding.full_gradients(torch.float64)}
 
 
-def fixtures(scenarios: ModuleType, alone: Callable[[ProcessInfo], RowGroup]) -> tuple[Any, Any, Any, Any]:
+def fixtures(
+    scenarios: ModuleType, alone: Callable[[ProcessInfo], RowGroup], four_in: pytest.MarkDecorator = pytest.mark.engines
+) -> tuple[Any, Any, Any, Any]:
     """Fixtures `one`, `two`, `four`, which a module calls so, and "two or four": what one rank and several say.
 
     They run `everything`, `two` and `four` of the module's scenarios over its `paths`, and save below its `folder`.
+    four_in marks the tests of "two or four" that ask four.
     """
 
     @pytest.fixture(scope="module")
@@ -95,7 +98,7 @@ def fixtures(scenarios: ModuleType, alone: Callable[[ProcessInfo], RowGroup]) ->
     def four(folder: Path, paths: dict[str, str], two: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return tiny.spawn_ranks(4, scenarios.four, folder / "ranks4", paths, str(folder / "four"), str(folder / "two"))
 
-    @pytest.fixture(scope="module", params=["two", pytest.param("four", marks=pytest.mark.engines)])
+    @pytest.fixture(scope="module", params=["two", pytest.param("four", marks=four_in)])
     def either(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
         """What each rank says."""
         return request.getfixturevalue(request.param)
