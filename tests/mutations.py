@@ -109,8 +109,8 @@ SERVED_AND_QUANTISED = [
     Mutation(
         "a client's weight decay is not taken",
         "plugins/tinker_server/adapters.py",
-        'group["weight_decay"] = params["weight_decay"]',
-        'group["weight_decay"] = 0.0',
+        '"weight_decay": params["weight_decay"]',
+        '"weight_decay": 0.0',
         "tinker_server/test_adapters.py",
     ),
     Mutation(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib
 import os
+import select
 import signal
 import socket
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -280,6 +282,47 @@ def test_a_client_does_not_notice_that_the_server_was_killed(fetched: Path, mode
         found = loop(url, tmp_path / "killed", killed)
     again[0].__exit__(None, None, None)
     assert same_bits(found, expected)
+
+
+@contextmanager
+def losing_answers(url: str) -> Iterator[tuple[str, list[int]]]:
+    """(URL, answers that were lost) of a line to a server, which breaks behind every third answer."""
+    came, lost = list[int](), list[int]()
+
+    def carry(client: socket.socket) -> None:
+        port = int(url.rpartition(":")[2])
+        with suppress(OSError), client, socket.create_connection(("127.0.0.1", port)) as upstream:
+            ends = {client: upstream, upstream: client}
+            while True:
+                for end in select.select(list(ends), [], [])[0]:
+                    data = end.recv(2**20)
+                    came.extend([1] if end is upstream else [])
+                    if not data or (end is upstream and len(came) % 3 == 0):
+                        lost.extend([1] if data else [])
+                        return
+                    ends[end].sendall(data)
+
+    def accept() -> None:
+        with suppress(OSError):  # the listener was closed
+            while True:
+                threading.Thread(target=carry, args=(listener.accept()[0],), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", lost
+
+
+def test_a_line_that_loses_answers_changes_nothing(place: tuple[str, Path], model: Path) -> None:
+    """What the client sends again is the same request, also where the client numbers its sampler anew."""
+    url, folder = place
+    alone = Client(url, model)
+    act(alone, 0)
+    with losing_answers(url) as (line, lost):
+        client = Client(line, model)
+        act(client, 0)
+        ended = client.saved(folder, "end")
+    assert len(lost) > 3
+    assert same_bits(ended, alone.saved(folder, "end"))
 
 
 @pytest.mark.slow

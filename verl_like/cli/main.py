@@ -47,7 +47,7 @@ VERBS = tuple(_verb(*row) for row in table_rows(Path(__file__).with_name("verbs.
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line and run the verb. What is wrong with a configuration ends with status 1 and its text."""
     with orderly_end():  # from here on, and the rest is imported below
-        from verl_like.config.errors import ConfigError
+        from verl_like.config.errors import ConfigError, RunStopped
         from verl_like.config.parser import Parser, meant
 
         words = sys.argv[1:] if argv is None else list(argv)
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         run: Callable[[argparse.Namespace], None] = arguments.run
         try:
             run(arguments)
-        except ConfigError as error:
+        except (ConfigError, RunStopped) as error:
             sys.exit(f"error: {error}")
         except Exception as error:
             if name in ("train", "sft", "preference") or isinstance(error, BrokenPipeError):  # they tell of it

@@ -12,6 +12,8 @@ import pytest
 
 from tests.unit.models import tiny_vision
 from tests.unit.tinker_server.fake import LORA, Running, Tenant, pass_body, run, running
+from verl_like.checkpoint.lock import held
+from verl_like.cli.main import main
 from verl_like.config.errors import ConfigError
 from verl_like.config.serve import ServeConfig
 from verl_like.plugins.tinker_server.start import read_keys, serve
@@ -295,6 +297,12 @@ def test_samplers_that_cannot_be_are_refused_before_anything_starts(shared_data:
         serve(compose([*words, *(f"actor_rollout_ref.rollout.{each}" for each in rollout)]))
     assert "rollout.name=vllm with server=True: not available under `verl-like serve`" in str(error.value)
     assert "serve.max_lora_rank=600: vllm keeps adapters up to rank 512" in str(error.value)
+
+
+def test_the_folder_of_a_live_server_is_refused_in_a_line(shared_data: Path, tmp_path: Path) -> None:
+    words = [f"model.path={shared_data / 'stories260k' / 'hf'}", f"trainer.default_local_dir={tmp_path}"]
+    with held(tmp_path, "other"), pytest.raises(SystemExit, match=r"^error: .* belongs to a live run"):
+        main(["serve", "trainer.device=cpu", *words])
 
 
 def test_a_model_that_sees_samples_by_transformers(tmp_path: Path) -> None:

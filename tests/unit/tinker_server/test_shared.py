@@ -136,6 +136,17 @@ def test_samples_of_several_models_share_a_batch(engines: Engines, tmp_path: Pat
     assert alone[0].samples[0][1].tolist() != other.samples[0][1].tolist(), "adapters make a difference"
 
 
+def test_no_samples_of_a_model_that_diverged(engines: Engines, tmp_path: Path) -> None:
+    engines.create("bad", AdapterSpec(rank=3, seed=4))
+    engines.models["bad"].parameters()[1].data.fill_(torch.inf)
+    engines.saver("bad", tmp_path / "bad", optimizer=False)()
+    engines.drop("bad")
+    prompt = Prompt(ids=[1, 300], sampling=SamplingParams(max_tokens=2), seed=1)
+    with pytest.raises(ValueError, match="its weights diverged"):
+        engines.sample([("bad", tmp_path / "bad", prompt)])
+    assert engines.sample([("base", None, prompt)])[0] is not None
+
+
 def test_states_come_back_and_snapshots_take_their_weights(engines: Engines, tmp_path: Path) -> None:
     """A loaded model takes the same next step; weights that did not change are one file, others are not."""
     state, snapshot, later = tmp_path / "state", tmp_path / "snapshot", tmp_path / "later"

@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from verl_like.models.adapter_config import CONFIG, WEIGHTS
@@ -143,24 +144,23 @@ class Places:
     def _joint_change(self, name: str, rows: Tensor) -> Tensor:
         """Multiply the rows of each adapter by its matrices, all in two batched products."""
         if name not in self._joined:
-            self._joined[name] = _stacked(self._active, name, rows)
+            self._joined[name] = _stacked(self._active, name, rows.dtype)
         a_OIr, b_Orv = self._joined[name]
         own = rows if self._in_place else rows.index_select(0, self._row_S)
         changes = (own.view(len(a_OIr), -1, rows.shape[-1]) @ a_OIr @ b_Orv).flatten(0, 1)
         return changes if self._in_place else changes.index_select(0, self._place_R)
 
 
-def _stacked(adapters: Sequence[Adapter | None], name: str, rows: Tensor) -> tuple[Tensor, Tensor]:
+def _stacked(adapters: Sequence[Adapter | None], name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Stack the pairs of a layer, [adapter, in, r] and [adapter, r, out], zero behind an adapter's own rank."""
-    found = [None if each is None else each.pairs.get(name) for each in adapters]
-    rank = max(pair[0].shape[0] for pair in found if pair is not None)
-    inner, out = next((pair[0].shape[1], pair[1].shape[0]) for pair in found if pair is not None)
-    a_OIr, b_Orv = rows.new_zeros(len(found), inner, rank), rows.new_zeros(len(found), rank, out)
-    for i, (adapter, pair) in enumerate(zip(adapters, found, strict=True)):
-        if adapter is not None and pair is not None:
-            a_OIr[i, :, : adapter.spec.rank] = pair[0].t()
-            b_Orv[i, : adapter.spec.rank] = pair[1].t() * adapter.scale
-    return a_OIr, b_Orv
+    a_rI, b_Or = next(each.pairs[name] for each in adapters if each is not None and name in each.pairs)
+    none = a_rI[:0], b_Or.t()[:0]
+    pairs = [
+        none if each is None or name not in each.pairs else (each.pairs[name][0], each.pairs[name][1].t() * each.scale)
+        for each in adapters
+    ]
+    a_OrI, b_Orv = (pad_sequence(parts, batch_first=True).to(dtype) for parts in zip(*pairs, strict=True))
+    return a_OrI.mT.contiguous(), b_Orv
 
 
 class _Changed(torch.autograd.Function):
@@ -223,7 +223,11 @@ class Adapter:
         }
         self.gradients: list[Tensor] | None = None
         self._written: Path | None = None  # folder that has these weights
-        self.optimizer = torch.optim.AdamW(self.parameters(), lr=0.0, foreach=True) if trained else None
+        self.optimizer = None
+        if trained:
+            self.optimizer = torch.optim.AdamW(self.parameters(), lr=0.0, foreach=True)
+            for p in self.parameters():  # as its first step would make them
+                self.optimizer.state[p] = {"step": torch.tensor(0.0), **{m: torch.zeros_like(p) for m in _MOMENTS}}
 
     @classmethod
     def new(cls, spec: AdapterSpec, alpha: float, places: Places, device: torch.device) -> Adapter:
@@ -241,12 +245,8 @@ class Adapter:
 
     def _named(self) -> dict[str, Tensor]:
         """Parameters by the names of peft's files."""
-        parts = zip(("lora_A", "lora_B"), zip(*self.pairs.values(), strict=True), strict=True)
-        return {
-            peft_name(f"{name}.{part}.weight"): tensor
-            for part, tensors in parts
-            for name, tensor in zip(self.pairs, tensors, strict=True)
-        }
+        named = [(name, part, p) for name, pair in self.pairs.items() for part, p in zip("AB", pair, strict=True)]
+        return {peft_name(f"{name}.lora_{part}.weight"): parameter for name, part, parameter in named}
 
     def take_gradients(self) -> None:
         """Add the gradients of a whole pass to those before it."""
@@ -277,10 +277,9 @@ class Adapter:
         most = params["grad_clip_norm"]
         if 0 < most < norm:
             gradients = torch._foreach_mul(gradients, most / norm)
-        for group in self.optimizer.param_groups:
-            betas = (params["beta1"], params["beta2"])
-            group |= {"lr": params["learning_rate"], "betas": betas, "eps": params["eps"]}
-            group["weight_decay"] = params["weight_decay"]
+        betas = (params["beta1"], params["beta2"])
+        numbers = {"lr": params["learning_rate"], "betas": betas, "eps": params["eps"]}
+        self.optimizer.param_groups[0] |= numbers | {"weight_decay": params["weight_decay"]}
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         self._written = None
@@ -302,11 +301,10 @@ class Adapter:
         (partial / SPEC).write_text(json.dumps(asdict(self.spec)) + "\n", encoding="utf-8")
         (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if optimizer and self.optimizer is not None:
-            found = [self.optimizer.state[parameter] for parameter in self.parameters() if self.optimizer.state]
-            states = {m: torch.cat([each[m].flatten() for each in found]).cpu() for m in _MOMENTS if found}
-            states |= {"step": found[0]["step"].cpu()} if found else {}
+            each = [*self.optimizer.state.values()]
+            states = {m: torch.cat([state[m].flatten() for state in each]).cpu() for m in _MOMENTS}
             # three tensors: hundreds take longer than the disk
-            save_file(states, partial / OPTIMIZER, {"format": "pt"})
+            save_file(states | {"step": each[0]["step"].clone()}, partial / OPTIMIZER, {"format": "pt"})
         for file in partial.iterdir():
             with open(file, "rb") as opened:
                 os.fsync(opened.fileno())
@@ -338,13 +336,13 @@ class Adapter:
             if not (folder / OPTIMIZER).exists():
                 raise ValueError("this checkpoint holds no optimizer state; load it with optimizer=False")
             assert adapter.optimizer is not None
-            states, parameters = load_file(folder / OPTIMIZER), adapter.parameters()
-            if states.keys() - {*_MOMENTS, "step"}:
+            states, each = load_file(folder / OPTIMIZER), [*adapter.optimizer.state.values()]
+            if states.keys() != {*_MOMENTS, "step"}:
                 raise ValueError("this optimizer state was written by an earlier server; load it with optimizer=False")
-            for moment in _MOMENTS if states else ():
-                parts = states[moment].to(device).split([each.numel() for each in parameters])
-                for parameter, part in zip(parameters, parts, strict=True):
-                    adapter.optimizer.state[parameter][moment] = part.view_as(parameter).clone()
-            for parameter in parameters if states else ():
-                adapter.optimizer.state[parameter]["step"] = states["step"].clone()
+            for moment in _MOMENTS:
+                parts = states[moment].to(device).split([state[moment].numel() for state in each])
+                for state, part in zip(each, parts, strict=True):
+                    state[moment].copy_(part.view_as(state[moment]))
+            for state in each:
+                state["step"].copy_(states["step"])
         return adapter

@@ -7,7 +7,6 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 T = TypeVar("T", bound="Body")
-_Name = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")
 _Seq = Field(ge=0, lt=2**62)
 _YEARS = 10 * 366 * 86400
 
@@ -76,17 +75,13 @@ class OptimStep(OfModel):
 
 
 class Save(OfModel):
-    path: str | None = _Name
-    ttl_seconds: int | None = Field(None, ge=1, le=_YEARS)
-    overwrite: bool = False
-    user_metadata: dict[str, str] | None = None
+    """A checkpoint, or without a path the snapshot of a sampling client."""
 
-
-class SaveForSampler(OfModel):
     path: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")
     sampling_session_seq_id: int | None = Field(None, ge=0)
     kind: Literal["snapshot", "inflight"] = "snapshot"
     ttl_seconds: int | None = Field(None, ge=1, le=_YEARS)
+    overwrite: bool = False
     user_metadata: dict[str, str] | None = None
 
 
@@ -131,15 +126,12 @@ class Targets(Body):
     data: list[int] | list[float]
     shape: list[int]
     sparse_crow_indices: list[int] | None = None
-    sparse_col_indices: list[int] | None = None
 
 
 class Sample(Body):
     num_samples: int = Field(1, ge=1, le=4096)
     prompt: Tokens
     sampling_params: Params
-    base_model: str | None = None
-    model_path: str | None = None
     sampling_session_id: str | None = None
     seq_id: int | None = Field(None, ge=0, lt=2**62)
     prompt_logprobs: bool | None = None

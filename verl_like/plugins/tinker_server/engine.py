@@ -36,12 +36,14 @@ from verl_like.models.packing import ModelInput
 from verl_like.parallel.dist import init_distributed, shutdown_distributed
 from verl_like.plugins.tinker_server.adapters import Adapter, AdapterSpec, Places
 from verl_like.plugins.tinker_server.losses import HIGH, LOSSES, LOW
-from verl_like.plugins.tinker_server.samplers import MOST_SNAPSHOTS, sampler_of
+from verl_like.plugins.tinker_server.samplers import MOST_SNAPSHOTS, SAMPLERS
 from verl_like.rollout.base import EngineSpec
 from verl_like.rollout.build import rollout_dtype
 from verl_like.rollout.rollout_engine import GenerationRequest, SamplingParams, request_seed
 
 _CHOSEN = "chosen_log_probs"
+_COLUMNS = ("weights", "logprobs", "advantages", LOW, HIGH)
+_LIKELIEST = ("log_probs", TOP_IDS, TOP_LOG_PROBS)
 _ONE = Denominators(num_tokens=1, num_sequences=1, max_response_length=1)  # losses are sums
 _NOT_FINITE = "a number of a pass that several models share is not finite"
 Columns = Mapping[str, NDArray[Any]]
@@ -104,11 +106,9 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pass(Experience):
-    """Rows of requests. weights_T: [T, K]; the others of Experience's columns are [T]. owner_B: numbers of adapters."""
+    """Rows of requests. given_T: [T, C, K], what losses read, by _COLUMNS. owner_B: numbers of adapters."""
 
-    weights_T: Tensor | None = tokens(default=None)
-    clip_low_T: Tensor | None = tokens(default=None)
-    clip_high_T: Tensor | None = tokens(default=None)
+    given_T: Tensor = tokens()
     place_B: Tensor  # int64
     owner_B: Tensor
 
@@ -156,17 +156,12 @@ class _Recorded:
             asked, mine = self._asked[number], (request_b == number).nonzero()[:, 0].to(p_bRK.device)
             width = max(row.targets.shape[1] for row in asked.rows)
             columns: dict[str, Any] = {n: torch.tensor(v, device=p_bRK.device) for n, v in asked.settings.items()}
-            for name in asked.rows[0].columns:
-                value = getattr(experience, f"{_COLUMNS[name]}_BR")[mine]
-                columns[name] = value[..., :width] if value.ndim == 3 else value[..., None]
+            given_bRCK = experience.given_BR[mine]
+            columns |= {name: given_bRCK[..., _COLUMNS.index(name), :width] for name in asked.rows[0].columns}
             own = LOSSES[asked.loss].of_tokens(p_bRK[mine][..., :width], columns).sum()
             self.losses[number] += float(own.detach())
             loss = loss + own
         return loss, {}
-
-
-_COLUMNS = {"weights": "weights", "logprobs": "old_log_probs", "advantages": "advantages"}
-_COLUMNS |= {LOW: "clip_low", HIGH: "clip_high"}
 
 
 class _Trained(FSDPEngine):
@@ -288,7 +283,7 @@ class Engines:
             facts |= {"process": process, "hf_config": load_hf_config(policy.model), "seed": seed}
             facts |= {"tokenizer": config.data.tokenizer or policy.model.path, "model": policy.model}
             spec = EngineSpec(rollout=rollout, dtype=rollout_dtype(rollout, process.device), **facts)
-            self.sampler = sampler_of(spec, config.serve, self._train.places)
+            self.sampler = SAMPLERS[rollout.engine.code](spec, config.serve, self._train.places)
             stack.callback(self.sampler.shutdown)
             self.sampler.load_weights(self._train.export_weights(self.sampler.dtype), 0)
             self._stack = stack.pop_all()
@@ -316,13 +311,12 @@ class Engines:
         """Begin a model from the base."""
         self.models[model] = Adapter.new(spec, self._alpha, self._train.places, self.device)
 
-    def load(self, model: str, folder: Path, *, optimizer: bool) -> AdapterSpec:
+    def load(self, model: str, folder: Path, *, optimizer: bool) -> None:
         """Begin a model, or go on with one, from a saved state. Raises ValueError for another rank or targets."""
         new, old = Adapter.load(folder, self.device, optimizer=optimizer), self.models.get(model)
         if old is not None and [a.shape for a in old.parameters()] != [a.shape for a in new.parameters()]:
             raise ValueError(f"the state is of rank {new.spec.rank} with other targets: it does not fit this model")
         self.models[model] = new
-        return new.spec
 
     def saver(self, model: str, folder: Path, *, optimizer: bool) -> Callable[[], None]:
         """Give what writes a model's adapter, and the states of its optimizer, in any thread.
@@ -344,10 +338,8 @@ class Engines:
         self._train.decode(handle for each in asked for row in each.rows for handle in row.media)
         recorded, models = _Recorded(asked), list(dict.fromkeys(each.model for each in asked))
         owners = [models.index(each.model) for each in asked for _ in each.rows]
-        batch, adapters = (
-            _batch([row for each in asked for row in each.rows], owners),
-            [self.models[m] for m in models],
-        )
+        adapters = [self.models[model] for model in models]
+        batch = _batch([row for each in asked for row in each.rows], owners)
         with self._train.adapted(adapters, seed):
             if backward:
                 self._train.gradient(batch, recorded, adapters)
@@ -372,7 +364,7 @@ class Engines:
     def sample(self, asked: Sequence[tuple[str, Path | None, Prompt]]) -> list[Answer | None]:
         """Answer prompts together: of each its name, the folder of its adapter (None: the base) and what is asked.
 
-        None where a request was cancelled.
+        None where a request was cancelled. Raises ValueError where an adapter gives no numbers.
         """
         self._train.decode(handle for _, _, prompt in asked for handle in prompt.media)
         adapters = {folder: None if folder is None else self._snapshot(folder) for _, folder, _ in asked}
@@ -392,6 +384,8 @@ class Engines:
         for (name, folder, prompt), own in zip(asked, requests, strict=True):
             found = [next(done) for _ in own]
             samples = [(c.sampled.token_ids, c.sampled.log_probs, c.finish_reason == "stop") for c in found]
+            if any(np.isnan(log_probs).any() for _, log_probs, _ in samples):
+                raise ValueError("the model's log-probs are not numbers: its weights diverged; load an earlier state")
             answers.append(None if name in cancelled else self._scored(prompt, samples, adapters[folder]))
         return answers
 
@@ -418,12 +412,11 @@ class Engines:
         first, unscored = length - prompt.last if prompt.last else 1, self._train.image_places(prompt.media)
         log_probs = topk = targets = sampled = None
         with self._train.adapted([adapter], prompt.seed) as model:
-            if prompt.scored or prompt.topk:  # nothing comes before the first token
-                empty = np.zeros(0, np.float32), np.zeros((0, prompt.topk), np.int32), np.zeros((0, prompt.topk))
-                texts = [np.asarray(prompt.ids, np.int32)] if length > 1 else []
-                own, ids, values = self._likeliest(model, texts, prompt.media, prompt.topk)[0] if texts else empty
+            if prompt.scored or prompt.topk:
+                row = np.asarray([*prompt.ids, 0], np.int32)  # and any token, so that a prompt of one is a row too
+                own, ids, values = (part[:-1] for part in self._likeliest(model, [row], prompt.media, prompt.topk)[0])
                 log_probs = _behind(own, first, unscored, np.nan) if prompt.scored else None
-                if prompt.topk and texts:
+                if prompt.topk:
                     topk = _behind(ids, first, unscored, 0), _behind(values, first, unscored, -99999.0)
             if prompt.topk_sampled:
                 whole = [np.concatenate([np.asarray(prompt.ids, np.int32), sample[0]]) for sample in samples]
@@ -446,13 +439,13 @@ class Engines:
         """
         rows = [Row(ids=text[:-1], targets=text[1:, None], media=media) for text in texts]
         model.top_k = k
-        want = frozenset({"log_probs", TOP_LOG_PROBS, TOP_IDS} if k else {"log_probs"})
-        found = self._train.forward(_batch(rows), want=want, rule=self._train.rule)
+        found = self._train.forward(
+            _batch(rows), want=frozenset(_LIKELIEST if k else _LIKELIEST[:1]), rule=self._train.rule
+        )
         lengths = [len(row.ids) for row in rows]
-        empty = torch.zeros(sum(lengths), 0)
-        columns = (found["log_probs"], found.get(TOP_IDS, empty.int()), found.get(TOP_LOG_PROBS, empty))
-        parts = [[part.numpy() for part in column.split(lengths)] for column in columns]
-        return list(zip(*parts, strict=True))
+        none = torch.zeros(sum(lengths), 0)
+        columns = [found.get(name, none.int() if name == TOP_IDS else none).split(lengths) for name in _LIKELIEST]
+        return [tuple(part.numpy() for part in parts) for parts in zip(*columns, strict=True)]
 
 
 def _requests(name: str, prompt: Prompt) -> list[GenerationRequest]:
@@ -472,38 +465,32 @@ def _behind(part: NDArray[Any], first: int, unscored: list[int], nothing: float)
 def _batch(rows: Sequence[Row], owners: Sequence[int] | None = None) -> _Pass:
     """Make the engine's rows: a prompt of one token, then all others and the last target, which only stands there.
 
-    A column that only some of the rows have is zero in the others.
+    A column that a row does not have is zero.
     """
-    width = max(row.targets.shape[1] for row in rows)
-    lengths = [len(row.ids) for row in rows]
+    width, lengths = max(row.targets.shape[1] for row in rows), [len(row.ids) for row in rows]
 
     def column(values: Sequence[NDArray[Any]], dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(np.concatenate(values)).to(dtype)
 
     def wide(values: NDArray[Any]) -> NDArray[Any]:
-        return np.pad(values, ((0, 0), (0, width - values.shape[1])))
+        values_TK = values.reshape(len(values), -1)
+        return np.pad(values_TK, ((0, 0), (0, width - values_TK.shape[1])))
 
-    def given(name: str, empty: tuple[int, ...] = ()) -> Tensor | None:
-        if not any(name in row.columns for row in rows):
-            return None
-        zeros = [np.zeros((length, *empty), np.float32) for length in lengths]
-        found = [row.columns.get(name, zero) for row, zero in zip(rows, zeros, strict=True)]
-        return column([wide(each) for each in found] if empty else found, torch.float32)
+    def given(row: Row) -> NDArray[Any]:
+        nothing = np.zeros(len(row.ids), np.float32)
+        return np.stack([wide(row.columns.get(name, nothing)) for name in _COLUMNS], 1)
 
-    advantages, total = given("advantages"), sum(lengths)
-    old = {"old_log_probs_T": given("logprobs"), "clip_low_T": given(LOW), "clip_high_T": given(HIGH)}
     return _Pass(
         prompt_ids_T=column([row.ids[:1] for row in rows], torch.int32),
         prompt_length_B=torch.ones(len(rows), dtype=torch.int64),
         response_ids_T=column([np.append(row.ids[1:], row.targets[-1, 0]) for row in rows], torch.int32),
         response_length_B=torch.tensor(lengths),
-        response_mask_T=torch.ones(total, dtype=torch.bool),
+        response_mask_T=torch.ones(sum(lengths), dtype=torch.bool),
         media=[[*row.media] for row in rows] if any(row.media for row in rows) else None,
         group_B=torch.arange(len(rows)),
-        advantages_T=torch.zeros(total) if advantages is None else advantages,
-        weights_T=given("weights", (width,)),
+        advantages_T=torch.zeros(sum(lengths)),  # they are in given_T
+        given_T=column([given(row) for row in rows], torch.float32),
         teacher_ids_T=column([wide(row.targets) for row in rows], torch.int32),
         place_B=torch.arange(len(rows)),
         owner_B=torch.tensor(owners or [0] * len(rows)),
-        **old,
     )

@@ -5,9 +5,10 @@ Also whose models leave memory where they are many.
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 # Of one model these are not taken together: what follows one of them waits for its files.
@@ -16,20 +17,22 @@ ONE_OF_A_MODEL = frozenset({"optim_step", "save_weights", "save_weights_for_samp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One request to be computed. seq: of a model's requests, whose order it is; cost: tokens, about.
+    """One request to be computed. model: none for samples. seq: of a model's requests, whose order it is.
 
-    size: bytes of its body. alone: it may have ended a server, so it shares no pass.
+    cost: tokens, about. size: bytes of its body. alone: it may have ended a server, so it shares no pass. came: seconds
+    of the monotonic clock.
     """
 
     request: str
     tenant: str
     kind: str
     session: str
-    model: str | None = None
+    model: str = ""
     seq: int = 0
     cost: int = 1
     size: int = 0
     alone: bool = False
+    came: float = field(default_factory=time.monotonic)
 
 
 class FairQueue:
@@ -57,15 +60,15 @@ class FairQueue:
         sizes = [job.size for job in self.jobs() if job.tenant == tenant]
         return len(sizes), sum(sizes)
 
-    def overdue(self) -> Iterator[tuple[str, Job]]:
-        """Yield (model, the first job that came before its turn) of models whose due job is not there."""
+    def overdue(self, before: float) -> Iterator[tuple[Job, int]]:
+        """Yield jobs that wait since then for one of their model that is not there, and its number."""
         for model, early in self._early.items():
-            if early:
-                yield model, early[min(early)]
+            if early and (job := early[min(early)]).came < before:
+                yield job, self.next_seq[model]
 
     def put(self, job: Job) -> None:
         """Add a job; a model's with a number that is not yet due waits for those before."""
-        if job.model is None:
+        if not job.model:
             self._make_ready(job)
             return
         early = self._early.setdefault(job.model, {})
@@ -96,7 +99,7 @@ class FairQueue:
     def _take(self, fits: Callable[[Job], bool]) -> Job | None:
         """Take a job that fits, of the tenant who has had least, and none of whose model is before it."""
         for tenant in sorted(self._ready, key=self._had.__getitem__):  # of equals the one that waits longest
-            passed = set[str | None]()
+            passed = set[str]()
             for job in self._ready[tenant]:
                 if job.model not in passed and fits(job):
                     jobs = self._ready.pop(tenant)

@@ -66,7 +66,7 @@ def prompt_of(asked: bodies.Sample, sampler: str, limits: Limits) -> Prompt:
     ends = () if stop == [] else (*limits.eos_ids, *(each for each in stop or () if isinstance(each, int)))
     if ends and not 0 <= min(ends) <= max(ends) < limits.vocabulary:
         raise Refused(f"sampling_params.stop={params.stop} has ids that the tokenizer lacks")
-    drawn = ("sample", sampler.rpartition(":")[2], asked.seq_id or 0)
+    drawn = ("sample", sampler.partition(":")[2], asked.seq_id or 0)  # without the session, which has a name at random
     shape: dict[str, Any] = {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k or -1}
     most = min(params.max_tokens or room, room)
     return Prompt(

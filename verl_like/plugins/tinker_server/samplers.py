@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -31,7 +31,7 @@ class HFSampler(HFRolloutEngine):
 
     unadapted = frozenset[str]()
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, spec: EngineSpec, *_: object) -> None:
         super().__init__(spec)
         self._adapted = Places(self._module, head=True)
         self._owners: Mapping[str, int] = MappingProxyType({})  # by request, where several adapters act
@@ -88,13 +88,7 @@ def _name(engine: type) -> str:
     return f"{engine.__module__}:{engine.__qualname__}"
 
 
-# By EngineKind.code
-SAMPLERS: dict[str | None, Callable[[EngineSpec, ServeConfig, Places], HFSampler | VLLMSampler]] = {
-    _name(HFRolloutEngine): lambda spec, serving, trained: HFSampler(spec),
+SAMPLERS: dict[str | None, type[HFSampler | VLLMSampler]] = {
+    _name(HFRolloutEngine): HFSampler,
     _name(VLLMRolloutEngine): VLLMSampler,
-}
-
-
-def sampler_of(spec: EngineSpec, serving: ServeConfig, trained: Places) -> HFSampler | VLLMSampler:
-    """Build the engine that rollout.name asks for, unloaded. trained: the layers that may have adapters."""
-    return SAMPLERS[spec.rollout.engine.code](spec, serving, trained)
+}  # by EngineKind.code

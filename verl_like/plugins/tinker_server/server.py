@@ -22,8 +22,7 @@ from verl_like.plugins.tinker_server.wire import PROTOBUF
 
 logger = logging.getLogger(__name__)
 EVERYONE = "everyone"  # the tenant where there are no keys
-_OFF = ("pjwt_auth_enabled", "proto_compress_fwdbwd", "sample_use_retrieve_futures", "custom_loss_server_side")
-_CONFIG = dict.fromkeys(_OFF, False) | {"parallel_fwdbwd_chunks": True, "sample_join_sampling_session": True}
+_CONFIG = {"sample_join_sampling_session": True}  # to a client other flags are off that are not named
 _BINARY = ("sample", "forward", "forward_backward")  # whose results are protobuf
 _RUN, _CHECKPOINT = "training_runs/{model}", "training_runs/{model}/checkpoints/{kind}/{name}"
 

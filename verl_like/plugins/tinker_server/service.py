@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import re
 import time
 import uuid
 from collections.abc import Callable
@@ -38,7 +39,8 @@ _TRIES = 3  # starts of a computation of which a server has ended
 _TOKEN_BYTES = 16  # of a row to train on: id, target and weight
 _PASSES = frozenset({"forward", "forward_backward"})
 _CHANGING = frozenset({"create", "load", "optim_step"})
-_OF_JOB = ("tenant", "kind", "session", "model", "seq")
+_OF_JOB = ("tenant", "kind", "session", "model", "seq", "cost")
+_NUMBER_OF_SAMPLER = re.compile(rb'"sampling_session_seq_id":\s*\d+')  # a client that sends again takes another
 Change = Callable[[], str | None]  # of the store, made together with a result; a folder that is then of no use
 Results = list[tuple[Job, bytes, list[Change]]]
 
@@ -54,9 +56,7 @@ class Service:
         self._broken: dict[str, str] = {}  # models, by which request their gradient is not whole
         self._steps: dict[str, int] = {}  # optimizer steps since a model's state was written
         self._residents = Residents(limits.serve.max_models)
-        self._gaps: dict[tuple[str, int], float] = {}  # models and numbers that others wait for, and since when
         self._thread = thread
-        self._files: dict[str, list[asyncio.Future[None]]] = {}  # that are written, by request
         self._work, self._running = asyncio.Event(), set[str]()
         self.tasks: list[asyncio.Task[None]] = []
 
@@ -64,8 +64,7 @@ class Service:
         """Take up what a server before this one left, and begin to compute."""
         self.store.sweep()
         for each in self.store.rows("SELECT id FROM requests WHERE status = 'waiting' AND tries >= ?", _TRIES):
-            told = _error(f"the server ended {_TRIES} times while it was computed", "server")
-            self._settle(each["id"], told, failed=True)
+            self._fail(each["id"], f"the server ended {_TRIES} times while it was computed", "server")
         for model in self.store.rows("SELECT id FROM models"):
             last = "SELECT coalesce(max(seq), -1) FROM requests WHERE model = ? AND status != 'waiting'"
             self._queue.next_seq[model["id"]] = self.store.value(last, model["id"]) + 1
@@ -110,7 +109,7 @@ class Service:
         self.store.change("UPDATE sessions SET ended = ? WHERE id = ? AND ended IS NULL", time.time(), session)
         self._seen.pop(session, None)
         for job in self._queue.remove(lambda job: job.session == session):
-            self._settle(job.request, _error(f"the session has ended{why}", "user"), failed=True)
+            self._fail(job.request, f"the session has ended{why}")
         for model in self.store.rows("SELECT id FROM models WHERE session = ?", session):
             self._residents.forget(model["id"])
             self._thread.submit(self.engines.drop, model["id"])
@@ -128,11 +127,8 @@ class Service:
             for session in [name for name, seen in self._seen.items() if seen < oldest]:
                 log.info("session %s has been silent for %g s: ended", session, self.limits.serve.session_timeout)
                 self._end(session)
-            late = {(model, self._queue.next_seq[model]): job for model, job in self._queue.overdue()}
-            self._gaps = {gap: self._gaps.get(gap, time.monotonic()) for gap in late}
-            for (model, due), since in list(self._gaps.items()):
-                if since < oldest:
-                    self._end(late[model, due].session, f": request {due} of {model} never came")
+            for job, due in [*self._queue.overdue(oldest)]:
+                self._end(job.session, f": request {due} of {job.model} never came")
             self.store.sweep()
 
     # --- models ------------------------------------------------------------------------------------------------------
@@ -140,9 +136,7 @@ class Service:
     def create_model(self, tenant: str, body: bytes) -> Record:
         """Begin a model of the base. Raises Refused for an adapter that it cannot have."""
         asked = bodies.read(bodies.CreateModel, body)
-        self._session(tenant, asked.session_id)
-        self._base(asked.base_model)
-        self._adamw(asked.optimizer_config)
+        self._may_begin(tenant, asked)
         lora = asked.lora_config
         if lora is None:
             raise Refused("lora_config is missing: this server trains adapters, not the base")
@@ -159,15 +153,12 @@ class Service:
     def create_by_load(self, tenant: str, body: bytes) -> Record:
         """Begin a model with the state of a checkpoint."""
         asked = bodies.read(bodies.CreateByLoad, body)
-        self._session(tenant, asked.session_id)
-        if asked.base_model is not None:
-            self._base(asked.base_model)
-        self._adamw(asked.optimizer_config)
+        self._may_begin(tenant, asked)
         found = self.catalogue.checkpoint(tenant, asked.path)
         spec = AdapterSpec(**self.catalogue.spec(found["model"]))
         return self._first(tenant, asked, spec, "load", body)
 
-    def _first(self, tenant: str, asked: Any, spec: AdapterSpec, kind: str, body: bytes) -> Record:
+    def _first(self, tenant: str, asked: bodies.Create, spec: AdapterSpec, kind: str, body: bytes) -> Record:
         name, now = f"{asked.session_id}:train:{asked.model_seq_id}", time.time()
         if self.store.row("SELECT id FROM models WHERE id = ?", name) is None:
             told = {"user_metadata": asked.user_metadata}
@@ -176,13 +167,16 @@ class Service:
             self._queue.next_seq[name] = 0
         return self._submit(tenant, asked.session_id, name, 0, kind, body)
 
+    def _may_begin(self, tenant: str, asked: bodies.Create) -> None:
+        self._session(tenant, asked.session_id)
+        if isinstance(asked, bodies.CreateModel) or asked.base_model is not None:
+            self._base(asked.base_model)
+        if asked.optimizer_config is not None and asked.optimizer_config.type != "adamw":
+            raise Refused(f"optimizer_config.type={asked.optimizer_config.type!r} is not available; choose adamw")
+
     def _base(self, name: str | None) -> None:
         if name != self.limits.model:
             raise Refused(f"base_model={name!r}: this server has {self.limits.model!r}", 404)
-
-    def _adamw(self, optimizer: bodies.Optimizer | None) -> None:
-        if optimizer is not None and optimizer.type != "adamw":
-            raise Refused(f"optimizer_config.type={optimizer.type!r} is not available; choose adamw")
 
     def _model(self, tenant: str, name: str) -> Record:
         found = self.catalogue.owned("models", tenant, name, "model")
@@ -226,7 +220,8 @@ class Service:
 
     def _accept(self, row: Record, body: bytes, *, is_due: bool) -> None:
         """Write a request down and queue it; one that came before is the same one. is_due: others may wait for it."""
-        digest, name = hashlib.blake2b(row["kind"].encode() + b"\0" + body, digest_size=16).digest(), row["id"]
+        sent, name = row["kind"].encode() + b"\0" + _NUMBER_OF_SAMPLER.sub(b"", body), row["id"]
+        digest = hashlib.blake2b(sent, digest_size=16).digest()
         if (old := self.store.row("SELECT digest FROM requests WHERE id = ?", name)) is not None:
             if old["digest"] != digest:
                 raise Refused(f"request {name} was sent before with another content: its seq_id was used twice")
@@ -241,8 +236,7 @@ class Service:
         self._enqueue(row | {"body": body, "tries": 0})
 
     def _enqueue(self, row: Record) -> None:
-        known = {name: row[name] for name in (*_OF_JOB, "cost")}
-        job = Job(request=row["id"], size=len(row["body"]), alone=row["tries"] > 0, **known)
+        job = _job(row)
         self._futures.setdefault(job.request, asyncio.Event())
         self._queue.put(job)
         self._work.set()
@@ -272,12 +266,12 @@ class Service:
         if found["kind"] != "sample" or found["status"] != "waiting":
             return
         if self._queue.remove(lambda job: job.request == request):
-            self._settle(request, _error("it was cancelled", "user"), failed=True)
+            self._fail(request, "it was cancelled")
         elif request in self._running:
             self.engines.cancel(request)
 
-    def _settle(self, request: str, result: bytes, *, failed: bool = False) -> None:
-        self.store.finish(request, result, failed=failed)
+    def _fail(self, request: str, text: str, category: str = "user") -> None:
+        self.store.finish(request, _json({"error": text, "category": category}), failed=True)
         self._wake(request)
 
     def _wake(self, request: str) -> None:
@@ -303,29 +297,27 @@ class Service:
             self._running = set()
 
     async def _take(self, jobs: list[Job]) -> None:
-        """Compute jobs: passes and samples together, or each by itself where that fails; others one by one.
+        """Compute jobs: passes and samples together, or each by itself where that fails; others side by side.
 
-        Their files are written side by side, and what came of them in one transaction.
+        What came of them is written in one transaction.
         """
+        tenants = {job.model: job.tenant for job in reversed(jobs) if job.model}
+        for name in self._residents.use(tenants):
+            await self._call(self.engines.drop, name)
+        parts = [[job] for job in jobs] if jobs[0].kind in ONE_OF_A_MODEL else [jobs]
         results: Results = []
-        for part in [[job] for job in jobs] if jobs[0].kind in ONE_OF_A_MODEL else [jobs]:
-            try:
-                results += await self._computed(part)
-            except RolloutError:
-                raise  # the sampling engine is dead: only another start heals that
-            except Exception as error:
-                await self._failed(part, error)
-        whole: Results = []
-        for result in results:
-            try:
-                await asyncio.gather(*self._files.pop(result[0].request, ()))
-                whole.append(result)
-            except Exception as error:
-                await self._failed([result[0]], error)
+        computed = await asyncio.gather(*map(self._computed, parts), return_exceptions=True)
+        for part, found in zip(parts, computed, strict=True):
+            if isinstance(found, list):
+                results += found
+            elif isinstance(found, Exception) and not isinstance(found, RolloutError):
+                await self._failed(part, found)
+            else:
+                raise found  # the sampling engine is dead: only another start heals that
         try:
-            self._write(whole)
+            self._write(results)
         except Exception as error:
-            for job, _, _ in whole:
+            for job, _, _ in results:
                 await self._failed([job], error)
 
     async def _failed(self, jobs: list[Job], error: Exception) -> None:
@@ -336,29 +328,22 @@ class Service:
                 await self._take([job])
             return
         job, refused = jobs[0], isinstance(error, ValueError)
-        await asyncio.gather(*self._files.pop(job.request, ()), return_exceptions=True)
         if not refused:
             log.error("request failed: %s", job.request, exc_info=error)
-        if not isinstance(error, Refused):
-            await self._forget(job)
-        await self._fail(
-            job, str(error) if refused else f"{type(error).__name__}: {error}", "user" if refused else "server"
-        )
+        if job.kind in _CHANGING and not isinstance(error, Refused):
+            await self._call(self.engines.drop, job.model)  # it may be half changed: the next one builds it again
+        await self._break(job)
+        text = str(error) if refused else f"{type(error).__name__}: {error}"
+        self._fail(job.request, text, "user" if refused else "server")
 
-    async def _forget(self, job: Job) -> None:
-        """Drop a model that a failed request may have changed: the next one builds it again from what is written."""
-        if job.model is not None and job.kind in _CHANGING:
-            await self._call(self.engines.drop, job.model)
-
-    async def _fail(self, job: Job, text: str, category: str) -> None:
-        """Fail a request. A step over a gradient that is not whole fails with its passes, and drops it."""
-        if job.model is not None and job.kind == "forward_backward":
+    async def _break(self, job: Job) -> None:
+        """Note that a pass failed, whose gradient is not whole then. A step over it fails too, and drops it."""
+        if job.kind == "forward_backward":
             self._broken.setdefault(job.model, job.request)
-        elif job.model is not None and job.kind == "optim_step":
+        elif job.kind == "optim_step":
             self._broken.pop(job.model, None)
             if await self._call(self.engines.has, job.model):
                 await self._call(self.engines.drop_gradient, job.model)
-        self._settle(job.request, _error(text, category), failed=True)
 
     def _write(self, results: Results) -> None:
         """Write results down together with what they changed, all or none."""
@@ -366,8 +351,7 @@ class Service:
             gone = [folder for _, _, changes in results for change in changes if (folder := change()) is not None]
             for job, result, _ in results:
                 self.store.finish(job.request, result)
-                if job.model is not None:
-                    self.store.change("UPDATE models SET used = ? WHERE id = ?", time.time(), job.model)
+                self.store.change("UPDATE models SET used = ? WHERE id = ?", time.time(), job.model)
         for folder in gone:
             self.store.remove_folder(folder)
         for job, _, _ in results:
@@ -375,26 +359,15 @@ class Service:
 
     async def _computed(self, jobs: list[Job]) -> Results:
         """Compute jobs of one kind: passes and samples may be several."""
-        due = {job.model: job for job in reversed(jobs) if job.model is not None}
-        for name in self._residents.use({name: job.tenant for name, job in due.items()}):
-            await self._call(self.engines.drop, name)
-        for name, job in due.items():
-            if job.seq > 0:
-                await self._revive(name, job.seq)
-        kind, job = jobs[0].kind, jobs[0]
+        for model, seq in {job.model: job.seq for job in reversed(jobs) if job.seq}.items():
+            await self._revive(model, seq)
+        job, kind = jobs[0], jobs[0].kind
         if kind == "sample":
             return await self._samples(jobs)
         if kind in _PASSES:
             return [(job, result, []) for job, result in zip(jobs, await self._passes(jobs), strict=True)]
-        assert job.model is not None
-        if kind == "create":
-            spec = AdapterSpec(**self.catalogue.spec(job.model))
-            await self._call(self.engines.create, job.model, spec)
-            result = _json({"type": "create_model", "model_id": job.model}), [await self._state(job, job.model)]
-        else:
-            of_kind = {"optim_step": self._optim_step, "load": self._load}.get(kind, self._save)
-            result = await of_kind(job, job.model)
-        return [(job, *result)]
+        of_kind = {"create": self._create, "optim_step": self._optim_step, "load": self._load}
+        return [(job, *await of_kind.get(kind, self._save)(job))]
 
     async def _call(self, function: Callable[..., Any], *values: Any, **named: Any) -> Any:
         """Compute in the engines' thread."""
@@ -404,11 +377,11 @@ class Service:
         """Bring a model back that is not in memory: its last state, and once more what was done since."""
         if await self._call(self.engines.has, model):
             return
-        state, seq = self._value_of(model, "state"), self._value_of(model, "state_seq")
-        if state is None:
+        found = self.store.row("SELECT state, state_seq FROM models WHERE id = ?", model)
+        if found is None or found["state"] is None:
             raise Refused(f"{model} was not created: its first request failed")
         try:
-            await self._again(model, Path(state), seq, before)
+            await self._again(model, Path(found["state"]), found["state_seq"], before)
         except BaseException:
             await self._call(self.engines.drop, model)  # half of a history is none
             raise
@@ -419,24 +392,19 @@ class Service:
         await self._call(self.engines.load, model, state, optimizer=True)
         done = "SELECT * FROM requests WHERE model = ? AND seq > ? AND seq < ? ORDER BY seq"
         for row in self.store.rows(done, model, seq, before):
-            job = Job(**{name: row[name] for name in _OF_JOB}, request=row["id"])
+            job = _job(row)
             if row["status"] == "failed":
-                if job.kind == "forward_backward":
-                    self._broken.setdefault(model, job.request)
-                elif job.kind == "optim_step":
-                    self._broken.pop(model, None)
-                    await self._call(self.engines.drop_gradient, model)
+                await self._break(job)
             elif job.kind == "forward_backward":
                 await self._passes([job])
             elif job.kind == "optim_step":
-                params = bodies.read(bodies.OptimStep, self._body(job)).adam_params
-                await self._call(self.engines.optim_step, model, params.model_dump())
+                await self._call(self.engines.optim_step, model, self._adam(job))
 
     def _body(self, job: Job) -> bytes:
         return self.store.value("SELECT body FROM requests WHERE id = ?", job.request)
 
-    def _value_of(self, model: str, column: str) -> Any:
-        return self.store.value(f"SELECT {column} FROM models WHERE id = ?", model)
+    def _adam(self, job: Job) -> dict[str, float]:
+        return bodies.read(bodies.OptimStep, self._body(job)).adam_params.model_dump()
 
     async def _passes(self, jobs: list[Job]) -> list[bytes]:
         """Compute passes of one kind together. A single one has random numbers that follow from its place."""
@@ -444,80 +412,80 @@ class Service:
         for job in jobs:
             message = wire.parsed_pass(self._body(job))
             rows, loss, settings = wire.rows_of(message, limits.vocabulary, limits.longest, limits.reader)
-            asked.append(Work(model=job.model or "", rows=rows, loss=loss, settings=settings))
+            asked.append(Work(model=job.model, rows=rows, loss=loss, settings=settings))
         seed = request_seed(self.limits.seed, "pass", jobs[0].seq)
         backward = kind == "forward_backward"
         found = await self._call(self.engines.forward_backward, asked, backward=backward, seed=seed)
         return [wire.pass_output(each.rows, *told) for each, told in zip(asked, found, strict=True)]
 
-    async def _optim_step(self, job: Job, model: str) -> tuple[bytes, list[Change]]:
-        params = bodies.read(bodies.OptimStep, self._body(job)).adam_params
-        if (broken := self._broken.get(model)) is not None:
-            raise Refused(f"{broken}, a forward_backward since the last step, failed: no weight was changed")
-        metrics = await self._call(self.engines.optim_step, model, params.model_dump())
-        self._steps[model] = self._steps.get(model, 0) + 1
-        due = self._steps[model] >= self.limits.serve.checkpoint_freq
-        return _json({"metrics": metrics}), [await self._state(job, model)] if due else []
+    async def _create(self, job: Job) -> tuple[bytes, list[Change]]:
+        await self._call(self.engines.create, job.model, AdapterSpec(**self.catalogue.spec(job.model)))
+        return _json({"type": "create_model", "model_id": job.model}), [await self._state(job)]
 
-    async def _state(self, job: Job, model: str) -> Change:
+    async def _optim_step(self, job: Job) -> tuple[bytes, list[Change]]:
+        params = self._adam(job)
+        if (broken := self._broken.get(job.model)) is not None:
+            raise Refused(f"{broken}, a forward_backward since the last step, failed: no weight was changed")
+        metrics = await self._call(self.engines.optim_step, job.model, params)
+        self._steps[job.model] = self._steps.get(job.model, 0) + 1
+        due = self._steps[job.model] >= self.limits.serve.checkpoint_freq
+        return _json({"metrics": metrics}), [await self._state(job)] if due else []
+
+    async def _state(self, job: Job) -> Change:
         """Write the model's state; that it is the one to begin with is left to the transaction."""
         folder = self._folder("states", job)
-        await self._save_to(folder, job, model, optimizer=True)
-        self._steps[model] = 0
-        return partial(self.store.keep_state, model, job.seq, folder)
+        await self._save_to(folder, job.model, optimizer=True)
+        self._steps[job.model] = 0
+        return partial(self.store.keep_state, job.model, job.seq, folder)
 
-    async def _save_to(self, folder: Path, job: Job, model: str, *, optimizer: bool) -> None:
-        """Begin to write a model; before the request is done, that is."""
-        write = await self._call(self.engines.saver, model, folder, optimizer=optimizer)
-        self._files.setdefault(job.request, []).append(asyncio.ensure_future(asyncio.to_thread(write)))
+    async def _save_to(self, folder: Path, model: str, *, optimizer: bool) -> None:
+        """Write a model; requests of others are computed meanwhile."""
+        await asyncio.to_thread(await self._call(self.engines.saver, model, folder, optimizer=optimizer))
 
     def _folder(self, kind: str, job: Job) -> Path:
-        return self.store.folder / kind / (job.model or "").replace(":", "_") / str(job.seq)
+        return self.store.folder / kind / job.model.replace(":", "_") / str(job.seq)
 
-    async def _load(self, job: Job, model: str) -> tuple[bytes, list[Change]]:
+    async def _load(self, job: Job) -> tuple[bytes, list[Change]]:
         """Put a checkpoint's weights, and its optimizer where that is asked for, into a model."""
         kind = bodies.Load if job.seq else bodies.CreateByLoad
         asked = bodies.read(kind, self._body(job))
         found = self.catalogue.checkpoint(job.tenant, asked.path)
-        await self._call(self.engines.load, model, Path(found["folder"]), optimizer=asked.optimizer)
-        self._broken.pop(model, None)  # what was added up is gone
-        return _json({"type": "load_weights", "path": asked.path, "model_id": model}), [await self._state(job, model)]
+        await self._call(self.engines.load, job.model, Path(found["folder"]), optimizer=asked.optimizer)
+        self._broken.pop(job.model, None)  # what was added up is gone
+        return _json({"type": "load_weights", "path": asked.path, "model_id": job.model}), [await self._state(job)]
 
-    async def _save(self, job: Job, model: str) -> tuple[bytes, list[Change]]:
+    async def _save(self, job: Job) -> tuple[bytes, list[Change]]:
         """Write a checkpoint, or the snapshot of a sampling client, which has no name."""
-        training = job.kind == "save_weights"
-        asked = bodies.read(bodies.Save if training else bodies.SaveForSampler, self._body(job))
-        path = None if asked.path is None else f"tinker://{model}/{'' if training else 'sampler_'}weights/{asked.path}"
-        taken = self.store.row("SELECT path FROM checkpoints WHERE path = ?", path) is not None
-        if taken and not (isinstance(asked, bodies.Save) and asked.overwrite):
-            raise Refused(f"{path} is there already; choose another name, or overwrite=True for a state")
-        number = asked.sampling_session_seq_id if isinstance(asked, bodies.SaveForSampler) else None
-        if path is None and number is None:
+        asked, training = bodies.read(bodies.Save, self._body(job)), job.kind == "save_weights"
+        kind, place = ("training", "weights") if training else ("sampler", "sampler_weights")
+        folder, now = self._folder("saved", job), time.time()
+        answer: Record = {"type": job.kind, "path": None}
+        row = {"tenant": job.tenant, "folder": str(folder)}
+        if asked.path is not None:
+            answer["path"] = path = f"tinker://{job.model}/{place}/{asked.path}"
+            taken = self.store.row("SELECT path FROM checkpoints WHERE path = ?", path) is not None
+            if taken and not (training and asked.overwrite):
+                raise Refused(f"{path} is there already; choose another name, or overwrite=True for a state")
+            row |= {"path": path, "model": job.model, "kind": kind, "created": now}
+            expires = None if asked.ttl_seconds is None else now + asked.ttl_seconds
+            change: Change = partial(
+                self._new_checkpoint, **row, expires=expires, told={"user_metadata": asked.user_metadata}
+            )
+        elif training or asked.sampling_session_seq_id is None:
             raise Refused("path or sampling_session_seq_id must be given")
-        folder = self._folder("saved", job)
-        answer: Record = {"type": job.kind, "path": path}
-        if path is None:
-            sampler = f"{job.session}:sample:{number}"
-            old = self.store.row("SELECT folder FROM samplers WHERE id = ?", sampler)
-            if old is not None and old["folder"] != str(folder):
-                raise Refused(f"sampling_session_seq_id={number} was used before, for other weights")
-            await self._save_to(folder, job, model, optimizer=False)
-            row = {"id": sampler, "tenant": job.tenant, "session": job.session, "folder": str(folder)}
-            change: Change = partial(self.store.add, "samplers", replace=True, **row)
-            return _json({**answer, "sampling_session_id": sampler}), [change]
-        now, kind = time.time(), "training" if training else "sampler"
-        await self._save_to(folder, job, model, optimizer=training)
-        expires = None if asked.ttl_seconds is None else now + asked.ttl_seconds
-        row = {"path": path, "tenant": job.tenant, "model": model, "kind": kind, "folder": str(folder)}
-        told = {"user_metadata": asked.user_metadata}
-        return _json(answer), [partial(self._new_checkpoint, **row, created=now, expires=expires, told=told)]
+        else:  # not by the client's number, another in each try: samples follow from the name
+            count = self.store.value("SELECT count(*) FROM samplers WHERE id GLOB ?", f"{job.model}:sample:*")
+            answer["sampling_session_id"] = name = f"{job.model}:sample:{count}"
+            change = partial(self.store.add, "samplers", replace=True, id=name, session=job.session, **row)
+        await self._save_to(folder, job.model, optimizer=training)
+        return _json(answer), [change]
 
     def _new_checkpoint(self, **row: Any) -> str | None:
         """Write a checkpoint down; return the folder of one that it takes the place of."""
         old = self.store.row("SELECT folder FROM checkpoints WHERE path = ?", row["path"])
         size = sum(file.stat().st_size for file in Path(row["folder"]).iterdir())
         self.store.add("checkpoints", replace=True, **row, bytes=size)
-        return None if old is None or old["folder"] == row["folder"] else old["folder"]
+        return None if old is None else old["folder"]
 
     # --- sampling ----------------------------------------------------------------------------------------------------
 
@@ -525,7 +493,13 @@ class Service:
         """Open a sampling client on the base, or on a checkpoint's weights, which stay those of now."""
         asked = bodies.read(bodies.CreateSampler, body)
         self._session(tenant, asked.session_id)
-        folder = self._weights(tenant, asked.model_path, asked.base_model)
+        folder = None
+        if asked.model_path is not None:
+            folder = self.catalogue.checkpoint(tenant, asked.model_path)["folder"]
+        elif asked.base_model is None:
+            raise Refused("model_path or base_model must be given")
+        if asked.base_model is not None:
+            self._base(asked.base_model)
         name = f"{asked.session_id}:sample:{asked.sampling_session_seq_id}"
         row = {"tenant": tenant, "session": asked.session_id, "path": asked.model_path, "folder": folder}
         if (old := self.store.row("SELECT path FROM samplers WHERE id = ?", name)) is None:
@@ -533,14 +507,6 @@ class Service:
         elif old["path"] != asked.model_path:
             raise Refused(f"sampling_session_seq_id={asked.sampling_session_seq_id} was used before, for {old['path']}")
         return {"type": "create_sampling_session", "sampling_session_id": name}
-
-    def _weights(self, tenant: str, path: str | None, base: str | None) -> str | None:
-        """Folder of a path's adapter; None: the base."""
-        if path is None and base is None:
-            raise Refused("model_path or base_model must be given")
-        if base is not None:
-            self._base(base)
-        return None if path is None else self.catalogue.checkpoint(tenant, path)["folder"]
 
     def join_sampler(self, tenant: str, name: str) -> Record:
         """Number a further client of a sampler."""
@@ -555,38 +521,39 @@ class Service:
 
     def submit_sample(self, tenant: str, body: bytes) -> Record:
         """Take a prompt. Raises Refused for one that cannot be answered."""
+        name, sampler, prompt = self._prompt(tenant, body)
+        self._session(tenant, sampler["session"])
+        row = {"id": name, "tenant": tenant, "session": sampler["session"], "model": "", "seq": 0, "kind": "sample"}
+        row["cost"] = len(prompt.ids) + prompt.num_samples * prompt.sampling.max_tokens
+        self._accept(row, body, is_due=False)
+        return {"request_id": name, "sample_sequence_ids": [f"{name}:{i}" for i in range(prompt.num_samples)]}
+
+    def _prompt(self, tenant: str, body: bytes) -> tuple[str, Record, Prompt]:
+        """Read what is asked: the request's name, its sampler and the prompt."""
         asked = bodies.read(bodies.Sample, body)
         if asked.sampling_session_id is None or asked.seq_id is None:
             raise Refused("sampling_session_id and seq_id must be given: create a sampling session first")
         sampler = self.catalogue.owned("samplers", tenant, asked.sampling_session_id, "sampling session")
-        self._session(tenant, sampler["session"])
-        prompt = prompt_of(asked, sampler["id"], self.limits)
-        name = f"{sampler['id']}:{asked.seq_id}"
-        row = {"id": name, "tenant": tenant, "session": sampler["session"], "model": None, "seq": 0, "kind": "sample"}
-        row["cost"] = len(prompt.ids) + prompt.num_samples * prompt.sampling.max_tokens
-        self._accept(row, body, is_due=False)
-        return {"request_id": name, "sample_sequence_ids": [f"{name}:{i}" for i in range(asked.num_samples)]}
+        return f"{sampler['id']}:{asked.seq_id}", sampler, prompt_of(asked, sampler["id"], self.limits)
 
     async def _samples(self, jobs: list[Job]) -> Results:
         asked: list[tuple[str, Path | None, Prompt]] = []
         for job in jobs:
-            body = bodies.read(bodies.Sample, self._body(job))
-            assert body.sampling_session_id is not None
-            sampler = self.catalogue.owned("samplers", job.tenant, body.sampling_session_id, "sampling session")
-            folder = None if sampler["folder"] is None else Path(sampler["folder"])
-            asked.append((job.request, folder, prompt_of(body, sampler["id"], self.limits)))
+            name, sampler, prompt = self._prompt(job.tenant, self._body(job))
+            asked.append((name, sampler["folder"] and Path(sampler["folder"]), prompt))
         results: Results = []
         for job, answer in zip(jobs, await self._call(self.engines.sample, asked), strict=True):
             if answer is None:
-                self._settle(job.request, _error("it was cancelled", "user"), failed=True)
+                self._fail(job.request, "it was cancelled")
             else:
                 results.append((job, wire.samples_output(answer), []))
         return results
 
 
+def _job(row: Record) -> Job:
+    known = {name: row[name] for name in _OF_JOB}
+    return Job(request=row["id"], size=len(row["body"] or b""), alone=row["tries"] > 0, **known)
+
+
 def _json(value: Record) -> bytes:
     return json.dumps(value).encode()
-
-
-def _error(text: str, category: str) -> bytes:
-    return _json({"error": text, "category": category})

@@ -11,6 +11,7 @@ import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -167,15 +168,13 @@ async def _serve(config: PPOConfig, facts: ServeFacts, folder: Path, run_id: str
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, ended.set)
-    options: dict[str, Any] = {"tokenizer_size": len(facts.tokenizer), "max_model_len": facts.max_model_len}
     with closing(Store(folder)) as store, ThreadPoolExecutor(1, "engines") as thread:
         if found := store.differing(_facts_of(config, facts)):
             known = ", ".join(found)
             fix = "set these as they were, or take another folder"
             raise ConfigError([f"trainer.default_local_dir={folder}: its models were trained with {known}; {fix}"])
-        engines = await loop.run_in_executor(
-            thread, lambda: Engines(config, device=facts.device, run_id=run_id, **options)
-        )
+        told = {"device": facts.device, "tokenizer_size": len(facts.tokenizer), "max_model_len": facts.max_model_len}
+        engines = await loop.run_in_executor(thread, partial(Engines, config, run_id=run_id, **told))
         service = Service(engines, store, limits_of(config, facts), thread)
         await service.start()
         app = application(service, facts.api_keys, config.serve.max_request_megabytes * 2**20)

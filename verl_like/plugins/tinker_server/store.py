@@ -110,16 +110,15 @@ class Store:
         """Note when a result was given; until then it is when it was there."""
         self.change("UPDATE requests SET told = ? WHERE id = ?", time.time(), request)
 
-    def keep_state(self, model: str, seq: int, folder: Path | None) -> str | None:
+    def keep_state(self, model: str, seq: int, folder: Path) -> str | None:
         """Make a folder the model's state after request `seq`, and forget bodies up to there; return the old one."""
         old = self.value("SELECT state FROM models WHERE id = ?", model)
-        state = None if folder is None else str(folder)
-        self.change("UPDATE models SET state = ?, state_seq = ? WHERE id = ?", state, seq, model)
+        self.change("UPDATE models SET state = ?, state_seq = ? WHERE id = ?", str(folder), seq, model)
         self.change(
             "UPDATE requests SET body = NULL WHERE model = ? AND seq <= ? AND body IS NOT NULL AND status != 'waiting'",
             *(model, seq),
         )
-        return old if old != state else None
+        return old if old != str(folder) else None
 
     def sweep(self) -> None:
         """Drop old results, what ended sessions leave, and checkpoints whose time is over, with their folders."""
@@ -130,7 +129,7 @@ class Store:
             shutil.rmtree(model["state"], ignore_errors=True)
             self.change("UPDATE models SET state = NULL WHERE id = ?", model["id"])
         self.change("UPDATE requests SET result = NULL WHERE told < ? AND result IS NOT NULL", now - KEPT_S)
-        self.change("DELETE FROM requests WHERE told < ? AND model IS NULL", now - KEPT_S)
+        self.change("DELETE FROM requests WHERE told < ? AND kind = 'sample'", now - KEPT_S)
         for each in self.rows("SELECT path FROM checkpoints WHERE expires < ?", now):
             self.remove_checkpoint(each["path"])
 

@@ -142,10 +142,7 @@ def _row(datum: Any, place: str, needed: Sequence[str], loss: str, vocabulary: i
     _check_ids(ids, f"{place}.model_input", vocabulary)
     _check_ids(targets, f"{place}.loss_fn_inputs.target_tokens", vocabulary)
     columns = {name: values.astype(np.float32) for name, values in inputs.items()}
-    if not wide:
-        targets = targets[:, None]
-        columns = {name: values[:, None] if name == "weights" else values for name, values in columns.items()}
-    return Row(ids=ids, targets=targets.astype(np.int32), columns=columns)
+    return Row(ids=ids, targets=targets.reshape(len(ids), -1).astype(np.int32), columns=columns)
 
 
 def _parts(chunks: Any, place: str) -> Iterator[NDArray[np.int32] | Picture]:
