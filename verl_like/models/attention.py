@@ -37,10 +37,9 @@ def packed_attention(
     segments: Segments,
     scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
+    **more: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention inside each segment; [1, heads, T, head_dim] -> [1, T, heads, head_dim].
 
@@ -55,9 +54,10 @@ def packed_attention(
         segments: sequences of the packed input.
         scaling: factor of the scores; None is 1 / sqrt(head_dim).
         dropout: probability that a weight is dropped.
-        sliding_window: a token sees that many tokens, itself included.
         softcap: c of c * tanh(scores / c).
         s_aux: [heads], a sink of each: a further score that leads to no value.
+        more: of it sliding_window is read: a token sees that many tokens, itself included. Where it is not handed on
+            (Qwen2-MoE leaves it to its masks) it is the module's own.
 
     Raises ValueError for dropout, where the scores are soft-capped or have sinks.
     """
@@ -70,6 +70,8 @@ def packed_attention(
         s_aux = None if s_aux is None else s_aux.view(sharing.size, -1)[sharing.rank]
     if segments.seen is not None:
         key, value = segments.seen.gather(key, value)
+    own: int | None = getattr(module, "sliding_window", None)
+    sliding_window: int | None = more.get("sliding_window", own)
     window = None if sliding_window is None or sliding_window >= segments.max_length else sliding_window
     how = Scoring(scaling=scaling, dropout=dropout, window=window, softcap=softcap, sinks=s_aux)
     output = _attend(query, key, value, segments, how)[None]

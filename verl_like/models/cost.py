@@ -30,7 +30,7 @@ class ModelCost:
     body_weights: int  # numbers in the matrices that every token is multiplied with: no vision tower's
     head_weights: int  # numbers in the output head, which only predicted tokens meet
     all_weights: int  # numbers in the whole model, embedding included, tied ones once
-    attention_width: int  # query heads x head size
+    attention_width: float  # query heads x head size, the mean of keys' and values' where these differ
     cache_width: int  # numbers that one token leaves in the key-value cache of one layer
     windows: tuple[int | None, ...]  # per attention layer: how many tokens back it looks, None for all
 
@@ -48,14 +48,14 @@ class ModelCost:
         head = model.get_output_embeddings()
         head_weights = head.weight.numel() if head is not None else 0
         heads = config.num_attention_heads
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        of_keys, of_values = head_sizes(config)
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         return cls(
             body_weights=round(_body_weights(model, head)),
             head_weights=head_weights,
             all_weights=sum(parameter.numel() for parameter in model.parameters()),
-            attention_width=heads * head_size,
-            cache_width=2 * kv_heads * head_size,
+            attention_width=heads * (of_keys + of_values) / 2,
+            cache_width=kv_heads * (of_keys + of_values),
             windows=_windows(config),
         )
 
@@ -89,6 +89,17 @@ class ModelCost:
         return self.cache_width * pairs
 
 
+def head_sizes(config: PretrainedConfig) -> tuple[int, int]:
+    """Sizes of one head's keys (and queries) and of its values.
+
+    Latent attention (DeepSeek) has keys of two parts, of which its head_dim is the rotated one alone.
+    """
+    if "qk_nope_head_dim" in config:
+        return config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return size, size
+
+
 def _visible_pairs(length: int, window: int | None) -> float:
     """Count the (query, key) pairs of causal attention, each query seeing at most `window` keys (itself included)."""
     if window is None or length <= window:
@@ -99,6 +110,7 @@ def _visible_pairs(length: int, window: int | None) -> float:
 def _body_weights(model: PreTrainedModel, head: nn.Module | None) -> float:
     """Count the weights of the blocks' matrices, whatever kind of module holds them.
 
+    Biases of stacked experts and norms of several heads (Cohere) have two axes, and are no matrices.
     Of stacked experts the share that one token visits counts. A vision tower is left out: patches meet it, not tokens.
     """
     config = model.config.get_text_config()
@@ -106,9 +118,11 @@ def _body_weights(model: PreTrainedModel, head: nn.Module | None) -> float:
     elsewhere = {head, *(module for part in parts_beside_text(model).values() for module in part.modules())}
     total = 0.0
     for module in model.modules():
-        if isinstance(module, nn.Embedding) or module in elsewhere:
+        if isinstance(module, nn.Embedding) or module in elsewhere or type(module).__name__.endswith("Norm"):
             continue
-        for weight in module.parameters(recurse=False):
+        for name, weight in module.named_parameters(recurse=False):
+            if name.endswith("bias"):
+                continue
             if weight.ndim == 2:
                 total += weight.numel()
             elif experts and weight.ndim == 3 and weight.shape[0] == experts:

@@ -6,6 +6,7 @@ parameters (embedding, final norm, head) only there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -189,13 +190,16 @@ def attach_value_head(hf: PreTrainedModel, weight_1H: Tensor | None) -> None:
 def logit_rule(hf: PreTrainedModel) -> tuple[float, float | None]:
     """Read (scale, softcap) that the model applies to its logits; refuses heads that are no linear layer.
 
-    Granite divides by logits_scaling, Cohere multiplies by logit_scale, Gemma 2 soft-caps.
+    Granite divides by logits_scaling, Cohere multiplies by logit_scale, Falcon-H1 by lm_head_multiplier, Gemma 2
+    soft-caps.
     """
     config, name = hf.config.get_text_config(), hf.config.model_type
     if not isinstance(hf.get_output_embeddings(), nn.Linear):
         raise ValueError(f"model type {name!r}: an output head that is not a linear layer is not available")
-    numbers = {key: getattr(config, key) for key in ("logits_scaling", "logit_scale") if key in config}
-    scale = (numbers.get("logit_scale") or 1.0) / (numbers.get("logits_scaling") or 1.0)
+    factors = [getattr(config, key) for key in ("logit_scale", "lm_head_multiplier") if key in config]
+    scale = math.prod(factor or 1.0 for factor in factors)
+    if "logits_scaling" in config:
+        scale /= config.logits_scaling or 1.0
     softcap = config.final_logit_softcapping if "final_logit_softcapping" in config else None
     return float(scale), None if softcap is None else float(softcap)
 

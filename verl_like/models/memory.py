@@ -8,12 +8,13 @@ the forward pass.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from transformers import PretrainedConfig
 
-from verl_like.models.cost import ModelCost
+from verl_like.models.cost import ModelCost, head_sizes
 from verl_like.models.families import num_experts
 from verl_like.models.fused_linear import CHUNK_ELEMENTS, KEEP_ELEMENTS
 
@@ -67,7 +68,7 @@ class Shape:
             layers=text.num_hidden_layers,
             heads=heads,
             kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-            head_size=getattr(text, "head_dim", None) or hidden // heads,
+            head_size=math.ceil(sum(head_sizes(text)) / 2),  # queries, keys, values and results: both as often
             inner=inner,
             vocab=text.vocab_size,
             normed_heads=text.model_type.startswith(("qwen3", "gemma3", "olmo2")),

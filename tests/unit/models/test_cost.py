@@ -56,6 +56,19 @@ def test_agrees_with_torch_flop_counter_but_for_the_causal_half():
     assert counter.get_total_flops() - angles == pytest.approx(dense + full_square, rel=1e-9)
 
 
+@pytest.mark.parametrize("name", ["cohere", "deepseek_v3", "gpt_oss", "qwen2_moe"])
+def test_norms_of_heads_biases_of_experts_and_latent_attention_agree_with_it_too(name: str) -> None:
+    config, length = zoo.config(name, **zoo.telling(name)), 16
+    cost, model = ModelCost.of(config), AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    if name != "cohere":
+        model.set_experts_implementation("eager")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=torch.arange(length)[None])
+    dense = cost.forward_flops([length], length) - cost.attention_flops(length)
+    full_square = 4 * cost.attention_width * len(cost.windows) * length * length
+    assert counter.get_total_flops() == pytest.approx(dense + full_square, rel=1e-9)
+
+
 def test_a_sliding_window_bounds_the_pairs():
     cost = ModelCost.of(MistralConfig(**SMALL, sliding_window=4))
     seen = sum(min(i, 4) for i in range(1, 11))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,6 +17,7 @@ from transformers import (
 from tests.unit.engine import tiny
 from tests.unit.models import zoo
 from tests.unit.models.test_packed_forward import assert_close, build, gradient_of, run
+from tests.unit.models.test_state_layers import in_float64
 from verl_like.batch import Experience
 from verl_like.config.model import ModelConfig
 from verl_like.models import families, tensor_plan
@@ -28,6 +27,7 @@ from verl_like.models.loading import load_hf_config
 ROWS = tiny.experience(5, max_response=12)
 LENGTHS = ROWS.response_length_B.tolist()
 GROUPS = tiny.experience(4, rows_per_prompt=2, max_response=12)
+LONG = tiny.experience(4, rows_per_prompt=2, max_response=40)
 # recurrent layers multiply rounding along the sequence
 TOLERANCE = {name: 1e-4 for name, family in families.FAMILIES.items() if family.state}
 
@@ -48,37 +48,26 @@ def test_packed_equals_single_equals_padded(tmp_path: Path, name: str) -> None:
     assert_close(gradient_of(packed_model, shared), gradient_of(packed_model, apart), TOLERANCE.get(name, 5e-5))
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", "glm4_moe", "dots1", "minimax_m2"])
-def test_packed_is_transformers_row_by_row_in_float64(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Shared prompts too; of transformers' own model each row alone, with every gradient."""
-    model, share = build(zoo.folder(tmp_path, name), packed=True).double(), tiny.experience(6, rows_per_prompt=2)
-    monkeypatch.setattr(sys.modules[type(model.hf).__module__], "torch", Doubled())
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    model.requires_grad_(True)
-    model.hf.set_experts_implementation("eager")  # grouped products take no float64
+@pytest.mark.parametrize("name", [name for name, family in families.FAMILIES.items() if not family.state])
+def test_packed_is_transformers_row_by_row_in_float64(tmp_path: Path, name: str) -> None:
+    """Shared prompts; of transformers' own model each row alone, with every gradient. No value of it is neutral."""
+    model = build(zoo.folder(tmp_path, name, **zoo.telling(name)), packed=True)
+    zoo.scatter(model.hf)
+    model.double()
+    if families.num_experts(model.hf.config):
+        model.hf.set_experts_implementation("eager")  # grouped products take no float64
     theirs = copy.deepcopy(model.hf)
     theirs.set_attn_implementation("eager")
-    for rows, shared in ((ROWS, False), (share, True)):
-        found = run(model, rows, packed=True, share=shared)["log_probs"]
-        expected = rows_alone(theirs, rows)
+    with in_float64():
+        found, expected = run(model, LONG, packed=True, share=True)["log_probs"], rows_alone(theirs, LONG)
         assert float((found - expected).detach().abs().max()) < 1e-10
         weights = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
         gradients = []
         for hf, values in ((model.hf, found), (theirs, expected)):
-            hf.zero_grad()
             (values * weights).sum().backward()
             gradients.append({key: p.grad for key, p in hf.named_parameters() if p.requires_grad})
-        assert all(grad is not None and float(grad.abs().max()) > 0 for grad in gradients[1].values())
-        assert_close(gradients[0], gradients[1], 1e-10)
-
-
-class Doubled:
-    """The module torch, where float32, in which norms and routers compute whatever the model's dtype is, is float64."""
-
-    def __getattr__(self, name: str) -> Any:
-        return torch.float64 if name in ("float32", "float") else getattr(torch, name)
+    assert all(grad is not None and float(grad.abs().max()) > 0 for grad in gradients[1].values())
+    assert_close(gradients[0], gradients[1], 1e-10)
 
 
 def rows_alone(hf: PreTrainedModel, rows: Experience) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.unit.models import zoo
-from tests.unit.models.test_families import Doubled
+from tests.unit.models.test_state_layers import in_float64
 from verl_like.models import families
 from verl_like.models.routes import Routers, continued, filled, route_type, routers_of, unknown
 
@@ -24,6 +24,7 @@ KINDS = {
     **dict.fromkeys(("granitemoe", "granitemoehybrid", "gpt_oss"), BEHIND),
     **dict.fromkeys(("deepseek_v3", "glm4_moe", "dots1", "minimax_m2", "lfm2_moe"), SIGMOID),
 }
+OF_ROUTERS = ("norm_topk_prob", "n_group", "topk_group", "routed_scaling_factor")
 X = 255  # unknown
 
 
@@ -40,12 +41,18 @@ def formula(kind: str, router: Any, hidden: Tensor, chosen: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_scores_are_gathered_from_all_with_their_gradient(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float64 1e-10; a token of unknown routes is left to the router, and is the only one that is."""
-    config = zoo.config(name, **({"routed_scaling_factor": 2.5} if name in ("deepseek_v3", "glm4_moe") else {}))
-    hf = AutoModelForCausalLM.from_config(config).double()
-    monkeypatch.setattr(sys.modules[type(hf).__module__], "torch", Doubled())
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+@pytest.mark.parametrize("telling", [False, True])
+def test_scores_are_gathered_from_all_with_their_gradient(name: str, telling: bool) -> None:
+    """In float64 1e-10; a token of unknown routes is left to the router, and is the only one that is.
+
+    telling: norms, groups and scales of scores that the tiny config leaves out.
+    """
+    changes = {key: value for key, value in zoo.telling(name).items() if telling and key in OF_ROUTERS}
+    with in_float64():
+        compare_scores(name, AutoModelForCausalLM.from_config(zoo.config(name, **changes)).double())
+
+
+def compare_scores(name: str, hf: Any) -> None:
     modules, _ = routers_of(hf, "a key", "a fix")
     assert len(modules) == 2
     torch.manual_seed(0)

@@ -106,7 +106,8 @@ def assert_equal_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -
 def test_packed_rows_equal_transformers_row_by_row(tmp_path: Path, name: str) -> None:
     """Log-probs and the gradient of every weight; rows apart, and as a tree in layers that are recomputed."""
     rows = with_forks(GROUPS)
-    model = double(zoo.folder(tmp_path, name))
+    model = double(zoo.folder(tmp_path, name, **zoo.telling(name)))
+    zoo.scatter(model.hf)
     reference: Any = AutoModelForCausalLM.from_config(copy.deepcopy(model.hf.config), attn_implementation="eager")
     reference.double().load_state_dict(model.hf.state_dict())
     with in_float64():
