@@ -94,7 +94,7 @@ class FSDPConfig(ConfigNode):
     """Precisions of the gradient reduction and of buffers."""
 
     def sizes_of_mesh(self) -> dict[str, int]:
-        """Sizes by their names in `mesh.MeshSizes`: those of every role, in whose keys there is nothing more to name."""
+        """Sizes by their names in `mesh.MeshSizes`: a role passes them on, whatever there is."""
         return {
             "fsdp_size": self.fsdp_size,
             "context": self.context_parallel_size,

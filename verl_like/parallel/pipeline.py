@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,6 @@ from torch import Tensor, nn
 
 from verl_like.parallel.sharding import saved_buffers
 from verl_like.parallel.ulysses import SequenceRanks
-
-T = TypeVar("T")
 
 
 def rounds(stages: int, count: int) -> list[range]:
@@ -261,7 +259,7 @@ class Stage:
         """True for a weight that the first stage and the last hold both."""
         return len(self._holders(name)) > 1
 
-    def anywhere(self, values: Iterable[T]) -> set[T]:
+    def anywhere(self, values: Iterable[Any]) -> set[Any]:
         """Names, or other values, that any stage has (collective)."""
         told: list[Any] = [None] * self.pipe.size
         dist.all_gather_object(told, list(values), group=self.pipe.group)
