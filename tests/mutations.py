@@ -641,6 +641,13 @@ MESH = [
         "engine/test_pipeline_parallel.py",
     ),
     Mutation(
+        "a stage that trains nothing says that every step changes weights",
+        "parallel/fsdp.py",
+        "own if self._stage is None else self._stage.anywhere(own)",
+        "own",
+        "engine/test_pipeline_parallel.py",
+    ),
+    Mutation(
         "the gradient norm is a stage's own",
         "parallel/fsdp.py",
         "        dist.all_reduce(square, group=stage.pipe.group)",

@@ -59,6 +59,34 @@ def test_a_run_is_that_of_ranks_that_share_all_experts(
     assert engine == "vllm" or sum(scores[-2:]) / 2 > sum(scores[:2]) / 2 + 0.1
 
 
+@pytest.mark.timeout(1200)
+def test_a_run_on_four_ranks_is_one_ranks(tmp_path: Path, tiny_model: Path) -> None:
+    """PPO with experts in halves, each sharded over two ranks; the critic is such a mixture too."""
+    model, task, found = mixture(tmp_path, tiny_model), write_task(tmp_path), {}
+    settings = {
+        "algorithm.adv_estimator": "gae",
+        "critic.model.path": model,
+        "trainer.total_training_steps": 2,
+        "actor_rollout_ref.actor.use_kl_loss": True,
+        "actor_rollout_ref.actor.old_log_probs": "recompute",
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
+        "actor_rollout_ref.actor.optim.eps": 1e-3,
+        "critic.optim.eps": 1e-3,
+    }
+    many = {"trainer.launcher": "ray", "trainer.n_gpus_per_node": 4, SPREAD: 2}  # the reference follows
+    many["critic.model.fsdp_config.expert_parallel_size"] = 2
+    for name, more in (("one", {"trainer.launcher": "local"}), ("many", many)):
+        result = main_ppo(overrides(task, model, tmp_path / name, **(settings | more)), timeout=500)
+        assert result.returncode == 0, result.stdout
+        found[name] = metrics_of(tmp_path / name)
+    assert "4 (4 data parallel)" in result.stdout
+    assert max(record["weight_sync/probe_gap"] for record in found["many"]) < 1e-5
+    names = [f"critic/{name}" for name in ("score/mean", "vf_loss", "grad_norm", "values/mean")]
+    for single, several in zip(found["one"], found["many"], strict=True):
+        for name in (*names, "actor/pg_loss", "actor/grad_norm", "actor/kl_loss"):
+            assert several[name] == pytest.approx(single[name], rel=2e-4, abs=1e-6), name
+
+
 def rise(scores: list[float]) -> float:
     return (sum(scores[-2:]) - sum(scores[:2])) / 2
 

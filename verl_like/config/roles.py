@@ -15,7 +15,7 @@ from verl_like.config.algorithm import AlgorithmConfig
 from verl_like.config.critic import CriticConfig
 from verl_like.config.distillation import TeacherModelConfig
 from verl_like.config.fsdp import FSDPConfig
-from verl_like.config.mesh import MeshSizes
+from verl_like.config.mesh import NAMES, MeshSizes
 from verl_like.config.micro_batches import Cut, cuts
 from verl_like.config.model import ModelConfig
 from verl_like.config.optim import OptimConfig
@@ -119,23 +119,13 @@ class RoleConfig:
 
     def mesh(self, processes: int) -> MeshSizes:
         """Sizes of its mesh on so many processes."""
-        return MeshSizes(
-            world=processes,
-            fsdp_size=self.fsdp.fsdp_size,
-            copies=self.copies,
-            context=self.context,
-            ulysses=self.ulysses,
-            tensor=self.tensor,
-            expert=self.fsdp.expert_parallel_size,
-            pipe=self.fsdp.pipeline_parallel_size,
-            virtual=self.fsdp.virtual_pipeline_size,
-        )
+        return MeshSizes(world=processes, copies=self.copies, ulysses=self.ulysses, **self.fsdp.sizes_of_mesh())
 
     def data_parallel(self, problems: list[str], processes: int, processes_text: str) -> int:
         """Number of groups of `ranks_per_row` among its pool's processes; what does not divide goes to `problems`."""
-        sizes, copy_key, replicas = self.mesh(processes), f"{self.sharding_section}.fsdp_size", False
-        keys = {"context": self.context_key, "ulysses": self.ulysses_key, "copy": copy_key}
-        keys |= {"tensor": self.tensor_key, "expert": self.expert_key, "pipe": self.pipe_key}
+        sizes, replicas = self.mesh(processes), False
+        keys = {axis: f"{self.sharding_section}.{name}" for axis, name in NAMES.items()}
+        keys |= {"context": self.context_key, "ulysses": self.ulysses_key, "tensor": self.tensor_key}
         keys["slices"] = f"{self.context_key} x {self.ulysses_key}"
         for axis, total in sizes.problems():
             named = f"{keys[axis]}={getattr(sizes, axis)}"
@@ -143,7 +133,7 @@ class RoleConfig:
                 replicas = True
             elif total == "copy" and sizes.copy < processes:
                 why = f"the processes with one copy of the model are whole {axis}-parallel groups"
-                problems.append(f"{named} does not divide {copy_key}={sizes.copy}: {why}")
+                problems.append(f"{named} does not divide {keys['copy']}={sizes.copy}: {why}")
             elif total == "stage":
                 beside, each = sizes.beside(axis), "" if axis == "slices" else " with one copy of the model"
                 each = f"{beside * sizes.pipe} processes{each}, {self.pipe_key}={sizes.pipe}"

@@ -517,8 +517,7 @@ class FSDPEngine(ShardedModel):
             self.optimizer.step()
             if self.role.router.bias_update_rate > 0 and self._expert_load is not None:
                 self._expert_load.correct_biases(self.role.router.bias_update_rate)
-            exact = all(parameter.dtype == torch.float32 for parameter in self.sharding.parameters())
-            self.changes = self.changes.after_step(lr=rate, grad_norm=size, exact=exact)
+            self.changes = self.changes.after_step(lr=rate, grad_norm=size, exact=self._exact)
         elif not self._loss_scale.settles:
             log.warning("gradient norm %s: optimizer step skipped (schedule step %d)", size, self.schedule.steps_done)
         skipped = float(not finite and not self._loss_scale.settles and self.process.rank == 0)  # once, not per rank

@@ -47,7 +47,7 @@ Result = TypeVar("Result")
 
 
 _NOT_RESCUED = (
-    "It was the backward pass: the other ranks wait for this one, and nothing can be repeated. Go on from the last "
+    "The other ranks wait for this one in the middle of a pass, and nothing can be repeated. Go on from the last "
     "checkpoint with a smaller actor_rollout_ref.actor.ppo_max_token_len_per_gpu (or ppo_micro_batch_size_per_gpu; the "
     "critic has its own)"
 )
@@ -79,6 +79,10 @@ class Rescue:
                 return attempt(lowered)
             except OutOfMemory as error:
                 traceback.clear_frames(error.__traceback__)  # they hold the graph
+            except Exception as error:
+                if is_out_of_memory(error) and not self._alone:
+                    error.add_note(_NOT_RESCUED)
+                raise
             gc.collect()
             self._sharding.recover()
             if torch.cuda.is_initialized():
@@ -125,19 +129,13 @@ class Rescue:
             graph[0].backward()
             return
         except Exception as error:
-            if not (is_out_of_memory(error) and self._sharding.recovers):
-                raise
-            if not (self._alone or (self._gathers_alone and self._sharding.reduces_the_rest)):
-                error.add_note(_NOT_RESCUED)
+            joins = self._alone or (self._gathers_alone and self._sharding.reduces_the_rest)
+            if not (is_out_of_memory(error) and self._sharding.recovers and joins):
                 raise
             _note(error)
         if self._alone:
             raise OutOfMemory("a micro-batch's backward pass")
-        try:
-            self._sharding.reduce_the_rest(graph)
-        except Exception as error:
-            error.add_note(_NOT_RESCUED)
-            raise
+        self._sharding.reduce_the_rest(graph)
         self._failed = True
 
     def agree(self) -> None:

@@ -83,6 +83,8 @@ class ShardedModel:
         self.optimizer = None
         if optim is not None:
             self.optimizer = build_optimizer(self.sharding.parameters(), optim, matrices_of(self.model.hf))
+        # Asked once: stages agree on it, whatever each of them trains.
+        self._exact = self.sharding.trained_dtypes() <= {torch.float32}
         self.schedule, self.changes = schedule, WeightChanges()
         self._loss_scale = LossScale(self.compute_dtype)
         self._params_offloaded = self._optimizer_offloaded = False

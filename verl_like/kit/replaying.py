@@ -54,6 +54,11 @@ def replay_config(run: Path, step: int, overrides: Sequence[str], out: str) -> P
     root = root if root.is_dir() else run
     settings = _SETTINGS | {"trainer.default_local_dir": out, "trainer.resume_mode": "disable"}
     settings["actor_rollout_ref.rollout.skip_dump_dir"] = str(run / RECORDED)
+    actor, correction = tree["actor_rollout_ref"]["actor"], tree["algorithm"]["rollout_correction"]
+    if tree["trainer"]["mode"] != "sync":  # its rows are there; what follows from the mode stays as it was
+        settings["trainer.mode"] = "sync"
+        if actor["old_log_probs"] == "auto" and not correction["bypass_mode"]:
+            settings["actor_rollout_ref.actor.old_log_probs"] = "recompute"
     if step > 1:
         before = step_dir(root, step - 1)
         if before not in (there := whole_checkpoints(root)):
@@ -154,8 +159,12 @@ def _of_tensors(
 
 
 def _of_metrics(step: int, first: dict[str, Any], second: dict[str, Any], tolerance: float) -> Iterator[Difference]:
-    """Compare the models' metrics. The other metrics follow from what was compared already, or are times."""
-    for name in sorted(name for name in first.keys() & second.keys() if name.startswith(("actor/", "critic/"))):
+    """Compare the models' metrics. The other metrics follow from what was compared already, or are times.
+
+    Loads of experts count tokens that were computed: of a prompt that rows share once on each rank that has some.
+    """
+    names = (n for n in first.keys() & second.keys() if n.startswith(("actor/", "critic/")) and "/moe_" not in n)
+    for name in sorted(names):
         # metrics.jsonl has null where a number is not finite
         a, b = (math.nan if value is None else value for value in (first[name], second[name]))
         same = math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance) or not (math.isfinite(a) or math.isfinite(b))

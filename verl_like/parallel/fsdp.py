@@ -195,6 +195,11 @@ class Sharding:
         """Trained shards of this rank, for the optimizer."""
         return [p for p in self.root.parameters() if p.requires_grad]
 
+    def trained_dtypes(self) -> set[torch.dtype]:
+        """Precisions of the trained shards, those of all stages: one of them may train nothing (collective)."""
+        own = {p.dtype for p in self.parameters()}
+        return own if self._stage is None else self._stage.anywhere(own)
+
     def backward_begins(self) -> None:
         """Note that the next backward pass of a stage begins, of which `weights_pass` may be called later."""
         if self._late is not None:

@@ -259,11 +259,11 @@ class Stage:
         """True for a weight that the first stage and the last hold both."""
         return len(self._holders(name)) > 1
 
-    def anywhere(self, names: Iterable[str]) -> set[str]:
-        """Names that any stage has (collective)."""
+    def anywhere(self, values: Iterable[Any]) -> set[Any]:
+        """Names, or other values, that any stage has (collective)."""
         told: list[Any] = [None] * self.pipe.size
-        dist.all_gather_object(told, list(names), group=self.pipe.group)
-        return {name for some in told for name in some}
+        dist.all_gather_object(told, list(values), group=self.pipe.group)
+        return {value for some in told for value in some}
 
     def from_holder(self, tensor: Tensor | None, shape: torch.Size, holder: int, **like: Any) -> Tensor:
         """Give every stage a tensor that one has (collective). like: its dtype and device."""

@@ -23,6 +23,7 @@ from verl_like.batch import Experience
 from verl_like.config.batch_plan import MicroBatchRule
 from verl_like.config.fsdp import FSDPConfig
 from verl_like.engine.fsdp import FSDPEngine
+from verl_like.engine.train_engine import WeightChanges
 from verl_like.parallel.dist import ProcessInfo
 
 RULE = MicroBatchRule(max_tokens=40)  # several micro-batches, of unlike lengths
@@ -116,7 +117,15 @@ def everything(line: Line, paths: dict[str, str], saved: str, others: str | None
     found["held"] = sorted(name for name, _ in engine.sharding.root.named_parameters())
     for lines in (Adapted, AdaptedLate):
         found[lines.__name__] = adapted(lines, line, saved, others, ({}, WAYS["checkpointed"]))
+    found["changes"] = changes_of_narrow(AdaptedLate(line.process, line.stages, line.fsdp_size), saved)
     return found
+
+
+def changes_of_narrow(line: Line, saved: str) -> WeightChanges:
+    """What an engine counts after a step of adapters in bfloat16."""
+    engine = line.engine(trained_base(saved), {"model_dtype": "bfloat16"})
+    line.step(engine, 0)
+    return engine.changes
 
 
 def trained_base(saved: str) -> str:

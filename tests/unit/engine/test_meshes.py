@@ -34,6 +34,7 @@ TRIPLES: dict[str, Mesh] = {  # on eight ranks, of which one, two or four groups
     "expert x context x ulysses": {"expert": 8, "context": 4, "ulysses": 2},
     "replicate x pipe x ulysses": {"fsdp_size": 4, "pipe": 2, "ulysses": 2},
     "replicate x pipe x tensor": {"fsdp_size": 4, "pipe": 2, "tensor": 2},
+    "replicate x pipe x expert": {"fsdp_size": 4, "pipe": 2, "expert": 2},
     "shard x pipe x expert": {"pipe": 2, "expert": 2},
     "pipe x context x ulysses": {"pipe": 2, "context": 2, "ulysses": 2},
     "pipe x expert x context": {"pipe": 2, "expert": 2, "context": 2},

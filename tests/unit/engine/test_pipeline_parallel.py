@@ -16,6 +16,7 @@ from tests.unit.engine.pipeline_scenarios import Line
 from tests.unit.engine.tiny import assert_same, by_parameter
 from tests.unit.models import zoo
 from verl_like.config import FSDPConfig, ModelConfig
+from verl_like.engine.train_engine import WeightChanges
 from verl_like.models import loading, stages
 from verl_like.models.adapter_config import WEIGHTS
 from verl_like.parallel.dist import ProcessInfo
@@ -145,6 +146,15 @@ def test_adapters_in_stages_are_one_ranks(
     alone = folder / f"one_{name}" / "adapter"
     assert_same(load_file(saved / WEIGHTS), load_file(alone / WEIGHTS), 1e-5)
     assert (saved / "adapter_config.json").read_text() == (alone / "adapter_config.json").read_text()
+
+
+def test_stages_agree_whether_a_step_must_have_changed_weights(
+    one: dict[str, Any], staged: list[dict[str, Any]]
+) -> None:
+    """bfloat16 may lose a step, of which a stage without trained weights sees none: one that thought otherwise would
+    refuse a sync that the others go on with."""
+    expected = WeightChanges(steps=1, sure=0)
+    assert [rank["changes"] for rank in (one, *staged)] == [expected] * (1 + len(staged))
 
 
 @pytest.mark.parametrize("way", ["late", "late_pieces"])

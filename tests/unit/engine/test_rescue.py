@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.unit.engine import broken_passes, tiny
+from tests.unit.models import zoo
 from verl_like.batch import Denominators, Experience, Metric, pad_rows
 from verl_like.config.batch_plan import MicroBatchRule
 from verl_like.config.fsdp import FSDPConfig, WrapPolicyConfig
@@ -20,6 +22,7 @@ from verl_like.parallel.host_memory import is_out_of_memory
 
 LIMIT = 60  # tokens of a micro-batch that still fit
 RULE = MicroBatchRule(max_tokens=200)
+AXES = ("expert", "context", "tensor", "pipeline")
 
 
 @pytest.fixture(scope="module")
@@ -195,20 +198,31 @@ def test_all_breaks(tmp_path: Path) -> None:
     broken_passes.check(cases, tiny.spawn_ranks(2, broken_passes.run_cases, tmp_path, path, cases))
 
 
-def not_rescued(process: ProcessInfo, path: str) -> str:
-    """What the error of rank 1 says where units are parts of layers."""
-    by_class = FSDPConfig(wrap_policy=WrapPolicyConfig(transformer_layer_cls_to_wrap=["Qwen2MLP"]))
-    engine = tiny.build_engine(process, path, fsdp=by_class)
-    assert engine.sharding.gathers_the_rest and not engine.sharding.reduces_the_rest
-    loss = plant(engine, "backward") if process.rank == 1 else tiny.PolicyLoss()
+UNITS = {"wrap_policy": WrapPolicyConfig(transformer_layer_cls_to_wrap=["Qwen2MLP"])}
+NOT_RESCUED: dict[str, tuple[str, dict[str, Any]]] = {  # what is no rescue's: where memory runs out, fsdp_config
+    "parts of layers": ("backward", UNITS),
+    **{f"{axis}, {where}": (where, {f"{axis}_parallel_size": 2}) for axis in AXES for where in ("last", "backward")},
+}
+
+
+def not_rescued(process: ProcessInfo, paths: dict[str, str], name: str) -> str:
+    """What the error of rank 1 says, and that of rank 0, which it leaves waiting."""
+    where, keys = NOT_RESCUED[name]
+    path, shared = paths["experts" if "expert" in name else "plain"], name.startswith(("context", "tensor", "pipeline"))
+    engine = tiny.build_engine(process, path, fsdp=FSDPConfig(**keys))
+    loss = plant(engine, where) if process.rank == 1 else tiny.PolicyLoss()
     try:
-        step(engine, loss, list(range(24))[process.rank :: 2])
+        step(engine, loss, list(range(24)) if shared else list(range(24))[process.rank :: 2])
     except RuntimeError as error:  # of rank 0: rank 1 has gone
         return " ".join([str(error), *getattr(error, "__notes__", [])])
     return ""
 
 
 @pytest.mark.slow
-def test_what_is_not_rescued_ends_both_ranks(tmp_path: Path) -> None:
-    told = tiny.spawn_ranks(2, not_rescued, tmp_path, tiny.model_folder(tmp_path))
-    assert "It was the backward pass: the other ranks wait" in told[1] and told[0]
+@pytest.mark.parametrize("name", NOT_RESCUED)
+def test_what_is_not_rescued_ends_both_ranks(tmp_path: Path, name: str) -> None:
+    """The error names the key to lower."""
+    plain = tiny.model_folder(tmp_path, num_attention_heads=4, num_key_value_heads=2)
+    paths = {"plain": plain, "experts": zoo.folder(tmp_path / "experts", "qwen3_moe")}
+    told = tiny.spawn_ranks(2, not_rescued, tmp_path, paths, name)
+    assert re.search(r"The other ranks wait .* smaller \S*ppo_max_token_len_per_gpu", told[1]) and told[0]

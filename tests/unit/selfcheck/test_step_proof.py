@@ -23,7 +23,14 @@ from verl_like.kit.selfcheck.plain_adapters import with_noise
 from verl_like.kit.selfcheck.plain_step import PlainRecord
 from verl_like.kit.selfcheck.real_step import real_steps, small
 from verl_like.kit.selfcheck.report import Finding, table
-from verl_like.kit.selfcheck.step_proof import compared, frozen_rollouts, plain_step, prove_step, schedules
+from verl_like.kit.selfcheck.step_proof import (
+    compared,
+    frozen_rollouts,
+    plain_step,
+    prove_step,
+    ranks_of_proof,
+    schedules,
+)
 from verl_like.kit.selfcheck.tiny import CHARACTERS, write_tiny_model
 from verl_like.kit.selfcheck.work import comparable
 from verl_like.models import exact, families, lora, vision
@@ -35,6 +42,7 @@ from verl_like.trainer.state import TrainState
 from verl_like.workers import roles as worker_roles
 
 ACTOR, CORRECTION, ROLLOUT = "actor_rollout_ref.actor", "algorithm.rollout_correction", "actor_rollout_ref.rollout"
+FSDP = f"{ACTOR}.fsdp_config"
 COMMON = [
     "data.train_files=x.parquet",
     "data.train_batch_size=8",
@@ -513,3 +521,26 @@ def test_a_model_that_sees_is_proved_with_images(
     findings, notes = prove_step(compose([*COMMON, "algorithm.adv_estimator=grpo", *own]), ranks=1)
     wrong = [each.name for each in findings if not each.passed]
     assert notes == [] and (wrong == [] if fault is None else wrong[0] == "step 1: old log-probs"), table(findings)
+
+
+@pytest.mark.parametrize(
+    ("keys", "asked", "needed"),
+    [
+        ([f"{FSDP}.fsdp_size=4", f"{FSDP}.pipeline_parallel_size=2"], 1, 2),  # fewer than a copy has: all hold one
+        ([f"{FSDP}.fsdp_size=4", f"{FSDP}.pipeline_parallel_size=2"], 6, 8),
+        ([f"{FSDP}.fsdp_size=4", "critic.model.fsdp_config.fsdp_size=6"], 5, 12),
+        ([f"{FSDP}.fsdp_size=2", f"{FSDP}.tensor_parallel_size=2"], 3, 4),
+    ],
+)
+def test_a_proof_has_ranks_for_every_mesh(keys: list[str], asked: int, needed: int) -> None:
+    of_run = ["data.train_files=x.parquet", "algorithm.adv_estimator=gae", "trainer.n_gpus_per_node=24"]
+    assert ranks_of_proof(compose([*of_run, *keys]), asked) == needed
+
+
+def test_a_mesh_that_no_number_of_ranks_has_is_refused() -> None:
+    """A run on two ranks has one copy, of both; on more, copies are of three, which pairs do not divide."""
+    keys = [f"{FSDP}.fsdp_size=3", f"{FSDP}.tensor_parallel_size=2", "trainer.n_gpus_per_node=2"]
+    config = compose([*COMMON, "algorithm.adv_estimator=grpo", *keys])
+    assert ranks_of_proof(config, 2) == 2
+    with pytest.raises(ValueError, match=r"tensor_parallel_size=2 does not divide (?s:.*) ranks from 4 on .*--ranks"):
+        ranks_of_proof(config, 3)

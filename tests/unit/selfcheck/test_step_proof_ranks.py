@@ -126,6 +126,20 @@ def test_a_sound_step_passes_with_experts_handed_out(model: Path, tmp_path: Path
     assert notes == ["not checked: router_replay.mode=R2, which is off in the proof"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["expert", "context", "tensor", "pipeline"])
+def test_a_sound_step_passes_with_an_axis_beside_fsdp(model: Path, tmp_path: Path, axis: str) -> None:
+    """On four ranks; of experts the policy alone."""
+    folder, roles_too = str(model), (ACTOR, "critic.model")
+    if axis == "expert":
+        folder, roles_too = zoo.folder(tmp_path, "qwen3_moe"), (ACTOR,)
+        load_tokenizer(str(model)).save_pretrained(folder)
+    keys = [*GAE, f"actor_rollout_ref.model.path={folder}", f"critic.model.path={model}", "trainer.n_gpus_per_node=4"]
+    keys += [f"{name}.fsdp_config.{axis}_parallel_size=2" for name in roles_too]
+    findings, _ = prove_step(compose([*COMMON, *keys]), ranks=4)
+    assert all(each.passed for each in findings), table(findings)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_the_workers_is_found(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str

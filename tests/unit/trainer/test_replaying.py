@@ -78,3 +78,22 @@ def test_a_run_of_any_axis_replays_in_one_process(axis: str, tmp_path: Path) -> 
     for role in roles_of(config).values():
         assert [*role.mesh(1).problems()] == []
     BatchPlan.build(config, 1)
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ({}, "recompute"),
+        ({"actor_rollout_ref.actor.old_log_probs": "rollout"}, "rollout"),
+        ({"algorithm.rollout_correction.bypass_mode": True}, "auto"),  # that is the sampler's
+    ],
+)
+def test_an_asynchronous_run_replays_as_it_was(own: dict[str, object], expected: str, tmp_path: Path) -> None:
+    """Without an engine, and with the log-probs that the mode asks for: one update could else take its own."""
+    settings = {"data.train_files": "t.parquet", "trainer.mode": "colocate_async", "async_training.max_staleness": 1}
+    settings |= {"data.train_batch_size": 64, "actor_rollout_ref.actor.ppo_mini_batch_size": 64} | own
+    run = compose([f"{key}={value}" for key, value in settings.items()])
+    OmegaConf.save(OmegaConf.create(to_dict(run)), tmp_path / "config.yaml")
+    config = replay_config(tmp_path, 1, [], str(tmp_path / "out"))
+    assert (config.trainer.mode, config.actor_rollout_ref.actor.old_log_probs) == ("sync", expected)
+    assert BatchPlan.build(config, 1).old_log_probs == BatchPlan.build(run, 1).old_log_probs

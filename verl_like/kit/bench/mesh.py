@@ -1,7 +1,7 @@
 """Every axis of the mesh on processes of this machine: bytes by the least, waiting stages by the formula, drops.
 
     verl-like bench mesh --ranks 2
-    verl-like bench mesh --ranks 4 --only pipe shard-pipe
+    verl-like bench mesh --ranks 4 --only pipe shard-pipe pipe-context
 
 One update of the trainer's own actor with each mesh: float32, activations kept, micro-batches of 512 tokens. What is
 counted, and what the least is: wires.py and bubble.py.
@@ -104,7 +104,7 @@ def bars_of(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def meshes(ranks: int) -> dict[str, dict[str, Any]]:
-    """Each axis over all ranks, and over two of four beside FSDP's over what is left: name -> keys."""
+    """Each axis over all ranks, and of four over two, beside FSDP's over what is left or two stages: name -> keys."""
     kept = {f"{_FSDP}.reshard_after_forward": False, f"{_FSDP}.sync_every_micro_batch": False}
     found: dict[str, dict[str, Any]] = {axis: {key: 1 if axis == "replicate" else ranks} for axis, key in KEYS.items()}
     pieces = {KEYS["pipe"]: 2, f"{_FSDP}.virtual_pipeline_size": 2}
@@ -112,6 +112,7 @@ def meshes(ranks: int) -> dict[str, dict[str, Any]]:
     found["pipe-zero-bubble"] = {KEYS["pipe"]: ranks, f"{_FSDP}.pipeline_schedule": "zero_bubble"}
     if ranks > 2:
         found |= {f"shard-{axis}": {key: 2} for axis, key in KEYS.items()}
+        found |= {f"pipe-{axis}": {KEYS["pipe"]: 2, key: ranks // 2} for axis, key in KEYS.items() if axis != "pipe"}
         found["context-ulysses"] = {KEYS["context"]: 2, KEYS["ulysses"]: 2}
     return {"shard": {}, "shard-kept": kept, **found}
 

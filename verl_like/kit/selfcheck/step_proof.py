@@ -18,7 +18,7 @@ from verl_like.algorithms.kl import FULL_KL_KIND
 from verl_like.batch import PromptRow, Rollouts, Scores, pad_rows
 from verl_like.config import OptimConfig, PPOConfig
 from verl_like.config.errors import RunStopped
-from verl_like.config.roles import REF, needs_critic, roles_of
+from verl_like.config.roles import REF, REWARD, needs_critic, roles_of
 from verl_like.engine.optim import Schedule
 from verl_like.kit.forecast.machine import available_memory
 from verl_like.kit.selfcheck.driver import old_log_probs_of
@@ -59,7 +59,7 @@ def prove_step(config: PPOConfig, *, ranks: int) -> tuple[list[Finding], list[st
     notes += [*unchecked_routers(config), *unchecked_adapters(config.actor_rollout_ref.model)]
     with tempfile.TemporaryDirectory() as folder:
         config = comparable(with_noise(config, Path(folder) / "adapters"))
-        found, notes = _proved(small(config, _ranks(config, ranks), folder), notes)
+        found, notes = _proved(small(config, ranks_of_proof(config, ranks), folder), notes)
     if state_of(hf_config):
         found = [dataclasses.replace(each, limit=_OWN_FLOAT32 * each.limit) for each in found]
     return [*rates, *found], notes
@@ -104,10 +104,24 @@ def _proved(config: PPOConfig, notes: list[str]) -> tuple[list[Finding], list[st
     return found, [*notes, *dict.fromkeys(plain.notes)]
 
 
-def _ranks(config: PPOConfig, ranks: int) -> int:
-    """At least so many that the ranks that share rows, or the experts of a layer, are together."""
-    together = math.lcm(*(role.mesh(1).together for role in roles_of(config).values()))
-    return math.ceil(ranks / together) * together
+def ranks_of_proof(config: PPOConfig, ranks: int) -> int:
+    """Count the ranks of a proof: at least so many, and as the mesh of every role needs.
+
+    Raises ValueError, naming the keys, where no number is.
+    """
+    roles = [role for name, role in roles_of(config).items() if name != REWARD]  # the proof has rewards of its own
+    together = math.lcm(*(role.mesh(1).together for role in roles))
+    first = math.ceil(ranks / together) * together
+    copies = math.lcm(*(role.fsdp.fsdp_size for role in roles if role.fsdp.fsdp_size > 0), together)
+    last = math.ceil(first / copies) * copies  # what does not divide here never does
+    for number in range(first, last + 1, together):
+        problems = list[str]()
+        for role in roles:
+            role.data_parallel(problems, number, f"{number} in the proof of a step")
+        if not problems:
+            return number
+    more = f"no number of ranks from {first} on has such a mesh: prove the step on fewer (--ranks), or set other sizes"
+    raise ValueError("\n".join([*problems, more]))
 
 
 def plain_step(config: PPOConfig, vocab_size: int) -> PlainStep:

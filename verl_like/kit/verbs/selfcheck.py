@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> None:
     from verl_like.kit.selfcheck.check import SelfCheck
     from verl_like.kit.selfcheck.plain_adapters import with_noise
     from verl_like.kit.selfcheck.report import table
-    from verl_like.kit.selfcheck.step_proof import prove_step
+    from verl_like.kit.selfcheck.step_proof import prove_step, ranks_of_proof
     from verl_like.kit.selfcheck.tiny import DESCRIPTION, write_tiny_model
     from verl_like.models.location import missing_places
     from verl_like.trainer.compose import compose
@@ -58,10 +58,11 @@ def run(arguments: argparse.Namespace) -> None:
             tiny = f"actor_rollout_ref.model.path={write_tiny_model(Path(folder))}"
             config = compose([*keys.overrides, tiny], files)
         raise_if_any(missing_places(config).values())
+        ranks = ranks_of_proof(config, arguments.ranks)
         config = with_noise(config, Path(folder) / "adapters")
         findings, notes = SelfCheck(config=config, num_rows=arguments.rows).run(ranks=arguments.ranks)
         print("\n".join([f"model: {model}", *notes, table(findings)]), flush=True)
-        steps, notes = prove_step(config, ranks=arguments.ranks)
+        steps, notes = prove_step(config, ranks=ranks)
     print("\n".join(["", *notes, table(steps)]))
     if not all(finding.passed for finding in (*findings, *steps)):
         sys.exit(1)
