@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from support import overrides, write_task
 
 from verl_like.cli.main import main
@@ -65,6 +66,7 @@ PLANTED: dict[str, tuple[Any, int, str]] = {
     f"{ACTOR}.fsdp_config.dtype": ("bfloat16", 1, "evaluated"),
     f"{ROLLOUT}.ignore_eos": (True, 1, "rollouts"),
     "data.system_prompt": ("Be brief.", 1, "rollouts"),
+    "actor_rollout_ref.model.custom_chat_template": ('"{{ messages[-1].content }}+"', 1, "rollouts"),
 }
 QUICK = (f"{ROLLOUT}.temperature", f"{ACTOR}.optim.lr")
 
@@ -165,3 +167,18 @@ def test_another_reward_file_under_the_same_name(run: Run, tmp_path: Path) -> No
     assert found.difference.phase == "scores"
     (hint,) = found.hints
     assert hint.startswith("custom_reward_function.path: the file's content differs")
+
+
+@pytest.mark.slow
+def test_another_revision_of_the_model(run: Run, tiny_model: Path, tmp_path: Path) -> None:
+    """The files have changed in their place: no key differs."""
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    keys = {"actor_rollout_ref.model.path": folder}
+    first = run(**keys)
+    weights = load_file(folder / "model.safetensors")
+    name = max(weights, key=lambda name: weights[name].numel())
+    save_file(weights | {name: weights[name] * 1.01}, folder / "model.safetensors", metadata={"format": "pt"})
+    found = why(first, run(**keys, **{"trainer.experiment_name": "again"}))
+    assert (found.difference.step, found.difference.phase, found.keys) == (1, "weights", [])
+    (hint,) = found.hints
+    assert "another revision of the model's files" in hint

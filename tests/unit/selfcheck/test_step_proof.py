@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.models import tiny_vision, zoo
-from verl_like.algorithms import experience, reward_shaping
+from verl_like.algorithms import corrections, experience, reward_shaping
 from verl_like.algorithms.objectives import PolicyObjective
 from verl_like.cluster.worker_group import WorkerError
 from verl_like.config import PPOConfig
@@ -341,6 +341,10 @@ def test_a_shared_formula_is_said(model: str) -> None:
     assert note == "credit: shared formula (algorithm.adv_estimator=opo)"
 
 
+def summed(own: Any, gap: Any, rejection: Any) -> Tensor:
+    return own(gap, dataclasses.replace(rejection, level="seq_sum"))
+
+
 CREDIT: dict[str, tuple[list[str], Plant, str]] = {
     "whitening over tool text": (
         ["algorithm.adv_estimator=grpo", "algorithm.whiten_advantages=True"],
@@ -401,7 +405,26 @@ CREDIT: dict[str, tuple[list[str], Plant, str]] = {
             "advance",
             lambda own, *given, num_sequences, **named: own(*given, num_sequences=num_sequences + 1, **named),
         ),
-        "step 2: KL coefficient",
+        "step 1: KL coefficient of the next step",
+    ),
+    "the controller of the penalty gets a mean over tokens": (
+        ["algorithm.adv_estimator=grpo", *KL, "algorithm.kl_ctrl.type=adaptive"],
+        around(experience, "mean_sequence_kl", lambda own, kl_T, mask_T, _: (kl_T.sum() / mask_T.sum()).item()),
+        "step 2: mean KL of responses",
+    ),
+    "rewards are bounded on one side": (
+        ["algorithm.adv_estimator=grpo", "algorithm.reward_clip=0.4"],
+        around(reward_shaping, "clip", lambda own, values, bound, *_: (values.clamp(max=bound or 1e9), {})),
+        "step 1: advantages",
+    ),
+    "a row is rejected by the sum of its tokens, not by their mean": (
+        [
+            "algorithm.adv_estimator=grpo",
+            f"{CORRECTION}.rollout_rs=seq_mean_k3",
+            f"{CORRECTION}.rollout_rs_threshold=1",
+        ],
+        around(corrections, "rejection_statistic", summed),
+        "step 1: actor: mini-batch",
     ),
     "of a cut episode the last row alone is left out": (
         ["algorithm.adv_estimator=grpo", f"{ACTOR}.mask_truncated=True"],
@@ -437,10 +460,11 @@ CREDIT: dict[str, tuple[list[str], Plant, str]] = {
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_a_reward_tells_where_it_lies(model: str, tmp_path: Path, n: int) -> None:
-    """A score of 0 would hide whether it is lost: two rows have it, for terms that ask for one above 0."""
+    """A score of 0 would hide whether it is lost: two rows have it. Some are below 0, where a bound is another one."""
     keys = [*COMMON, "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n={n}", f"actor_rollout_ref.model.path={model}"]
     rollouts, scores, _ = frozen_rollouts(small(compose(keys), 1, str(tmp_path)), len(CHARACTERS) + 3)
-    earned = scores.valid_B & (scores.score_B > 0)
+    earned = scores.valid_B & (scores.score_B != 0)
+    assert (scores.score_B[earned] > 0).any() and (scores.score_B[earned] < 0).any()
     assert (scores.valid_B & ~earned).sum() <= 2
     ends_in_text = ~rollouts.response_mask_BR[torch.arange(len(rollouts)), rollouts.response_length_B - 1]
     assert (earned & ends_in_text & (rollouts.group_B != 1)).any()  # that group's rewards are all the same
@@ -462,13 +486,24 @@ def test_what_others_planted_is_found(model: str, monkeypatch: pytest.MonkeyPatc
         [f"{ACTOR}.sample_weight.difficulty=True"],
         ["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc"],
         ["algorithm.whiten_rewards=True", "algorithm.token_reward_clip=0.5", "algorithm.advantage_clip=1.0", *KL[:1]],
+        [
+            "reward_model.length_reward.enable=True",
+            "reward_model.length_reward.coef=-0.5",
+            "reward_model.overlong_buffer.enable=True",
+            "reward_model.overlong_buffer.len=12",
+            "reward_model.overlong_buffer.penalty_factor=1.0",
+            "reward_model.overlong_buffer.truncated=zero",
+            "algorithm.reward_norm.mean=running",
+            "algorithm.reward_norm.std=group",
+            "algorithm.reward_clip=0.4",
+        ],
     ],
-    ids=["difficulty", "metric", "shaping"],
+    ids=["difficulty", "metric", "shaping", "rewards"],
 )
 def test_no_false_alarm(model: str, keys: list[str]) -> None:
     config = compose([*COMMON, "algorithm.adv_estimator=grpo", *keys, f"actor_rollout_ref.model.path={model}"])
-    findings, _ = prove_step(config, ranks=1)
-    assert all(each.passed for each in findings), table(findings)
+    findings, notes = prove_step(config, ranks=1)
+    assert notes == [] and all(each.passed for each in findings), table(findings)
 
 
 FAMILIES = families.FAMILIES | families.NESTED

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from verl_like.batch import PromptRow, Rollouts, Scores, pad_rows
 
-# Noise by row: of the sampler's log-probs (within any bound, near, far enough for every cap and veto) and of the old
-# ones, whose second row has ratios beyond dual clip and skip threshold.
-MISMATCH, DRIFT = (2e-4, 0.05, 5.0), (0.2, 2.0, 0.02)
+# Noise by row of the old log-probs, whose second row has ratios beyond dual clip and skip threshold.
+DRIFT = (0.2, 2.0, 0.02)
+_MISMATCH = (2e-4, 5.0, -5.0, 0.05, 0.5)  # nats, see `mismatch`
 _PERIOD = 6  # of the rows that a loop treats in its own way
 _FIRST_PART = 2  # of six rows the third and fourth are one episode, with a prompt each
 
@@ -33,6 +33,18 @@ class Material:
     old_log_probs_BR: Tensor
     ref_log_probs_BR: Tensor
     values_BR: Tensor  # zeros where the run has no critic
+
+
+def mismatch(shape: torch.Size, generator: torch.Generator) -> Tensor:
+    """Sampler's log-probs less those that they are compared with, of some rows [B, R], in nats.
+
+    By row: within any bound; far enough for every veto, and for every cap, each on one side alone, as these bounds
+    are; near; and between, where the mean over a row is inside of bounds that its sum leaves. Of five rows, so that
+    each kind also has rows with text that was not sampled (every third).
+    """
+    found_BR = torch.randn(shape, generator=generator)
+    size_B1 = torch.tensor([_MISMATCH[row % len(_MISMATCH)] for row in range(shape[0])])[:, None]
+    return size_B1 * torch.where(size_B1.abs() > 1, found_BR.abs(), found_BR)
 
 
 def short_lengths(count: int) -> list[tuple[int, int]]:
@@ -102,9 +114,9 @@ def material(rollouts: Rollouts, log_probs_BR: Tensor, values_BR: Tensor, old: O
     def noise() -> Tensor:
         return torch.randn(log_probs_BR.shape, generator=generator)
 
-    drift_B1, gap_B1 = (torch.tensor([by[row % 3] for row in range(count)])[:, None] for by in (DRIFT, MISMATCH))
+    drift_B1 = torch.tensor([DRIFT[row % 3] for row in range(count)])[:, None]
     old_BR = (log_probs_BR + drift_B1 * noise()) * mask_BR
-    sampler_BR = ((old_BR if old == "given" else log_probs_BR) + gap_B1 * noise()) * mask_BR
+    sampler_BR = ((old_BR if old == "given" else log_probs_BR) + mismatch(mask_BR.shape, generator)) * mask_BR
     if old != "sampler" and count > 3:
         sampler_BR[3, 0] = float("nan")
     place = torch.arange(count) % _PERIOD

@@ -8,8 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean, stdev
 
-from verl_like.config import AlgorithmConfig
+from verl_like.algorithms.reward_shaping import norm_scopes
+from verl_like.config import AlgorithmConfig, KLControlConfig, KLControlType, PPOConfig
 
 Numbers = list[float]
 Credit = list[tuple[Numbers, Numbers]]  # advantages and returns of each episode's tokens
@@ -20,7 +22,9 @@ class PlainEpisode:
     """One response, its rows joined; a list has one number for each of its tokens."""
 
     group: int
+    score: float = 0.0
     baseline: float = 0.0
+    cut: bool = False  # at the length limit
     rows: list[int] = field(default_factory=list)  # in the rollouts
     mask: list[bool] = field(default_factory=list)  # sampled by the policy
     rewards: Numbers = field(default_factory=list)
@@ -30,6 +34,45 @@ class PlainEpisode:
     def total(self) -> float:
         """Reward of the whole response."""
         return sum(r for r, inside in zip(self.rewards, self.mask, strict=True) if inside)
+
+
+def response_rewards(episodes: Sequence[PlainEpisode], config: PPOConfig, so_far: Numbers) -> Numbers:
+    """Reward of each response: score, length reward, overlong buffer, normalisation, bound. so_far: those of all steps.
+
+    Which mean and which deviation the keys of algorithm.reward_norm mean is read by the run's own `norm_scopes`.
+    """
+    longest, model = config.data.max_response_length, config.reward_model
+    by_length, buffer = model.length_reward, model.overlong_buffer
+    found: Numbers = []
+    for one in episodes:
+        reward, length = one.score, len(one.mask)
+        reward += by_length.coef * length / longest if by_length.enable else 0.0
+        if buffer.enable and not (one.cut and buffer.truncated != "penalise"):
+            reward -= (
+                buffer.penalty_factor * min(max(length - longest + buffer.len, 0), buffer.len) / max(buffer.len, 1)
+            )
+        found.append(0.0 if buffer.enable and one.cut and buffer.truncated == "zero" else reward)
+    so_far += found
+    of_mean, of_deviation = norm_scopes(config.algorithm)
+
+    def over(scope: str | None, group: int) -> Numbers:
+        inside = [reward for reward, each in zip(found, episodes, strict=True) if each.group == group]
+        return {"running": so_far, "group": inside}.get(str(scope), found)
+
+    normed: Numbers = []
+    for reward, one in zip(found, episodes, strict=True):
+        centred, spread = reward, over(of_deviation, one.group)
+        centred -= 0.0 if of_mean is None else fmean(over(of_mean, one.group))
+        deviation = stdev(spread) if of_deviation is not None and len(spread) > 1 else 0.0
+        normed.append(centred / (deviation + 1e-6) if deviation > 1e-6 else centred)
+    return clipped([normed], config.algorithm.reward_clip)[0]
+
+
+def next_coefficient(control: KLControlConfig, coefficient: float, mean_kl: float, responses: int) -> float:
+    """Coefficient of the penalty after a step (Ziegler et al. 2019, arXiv 1909.08593, section 2.2)."""
+    if control.type is KLControlType.fixed:
+        return coefficient
+    return coefficient * (1 + min(max(mean_kl / control.target_kl - 1, -0.2), 0.2) * responses / control.horizon)
 
 
 def place_reward(episode: PlainEpisode, score: float, kl: Numbers, coefficient: float) -> None:

@@ -19,22 +19,30 @@ from transformers.core_model_loading import Transpose, revert_weight_conversion
 
 from verl_like.algorithms.advantages import AdvantageInputs, compute_advantages
 from verl_like.algorithms.corrections import correct_on_driver
-from verl_like.algorithms.kl import FULL_KL_KIND, KLController
+from verl_like.algorithms.kl import FULL_KL_KIND
 from verl_like.algorithms.minibatch import cut_minibatches
 from verl_like.algorithms.moments import RunningMoments
 from verl_like.algorithms.preparation import prepare_minibatch
 from verl_like.algorithms.reward_shaping import reward_components, shape_rewards
 from verl_like.batch import Evaluated, Rollouts, Scores, whole_episodes
-from verl_like.config import AlgorithmConfig, OptimConfig, PPOConfig
+from verl_like.config import OptimConfig, PPOConfig
 from verl_like.config.batch_plan import needs_sum_pi_squared
 from verl_like.kit.selfcheck.driver import experience_of, old_log_probs_of
 from verl_like.kit.selfcheck.material import Material
 from verl_like.kit.selfcheck.plain import PlainModel, pieces
-from verl_like.kit.selfcheck.plain_credit import OWN_ESTIMATORS, PlainEpisode, clipped, credit, place_reward, whitened
+from verl_like.kit.selfcheck.plain_credit import (
+    OWN_ESTIMATORS,
+    PlainEpisode,
+    clipped,
+    credit,
+    next_coefficient,
+    place_reward,
+    response_rewards,
+    whitened,
+)
 from verl_like.kit.selfcheck.plain_loss import PlainPolicyLoss, PlainValueLoss, kl_term
 
 ROUNDING = 1e-3  # of a tensor's largest gradient: from less than that Adam makes a whole step in any direction
-_SHAPING = ("reward_norm", "reward_scaling", "agent_reward_norm", "reward_clip")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -183,7 +191,7 @@ class PlainRecord:
     kept: list[int]
     columns: dict[str, Tensor]
     used_log_probs_BR: Tensor
-    kl_coef: float | None  # of the penalty in the reward, before the step; None: there is none
+    kl: tuple[float, float] | None  # mean of the penalty's KL, and the next step's coefficient; None: there is none
     before: dict[str, dict[str, Tensor]]
     after: dict[str, dict[str, Tensor]]
     names: dict[str, set[str]]  # of all tensors of a role's model, those that are another one's included
@@ -211,7 +219,8 @@ class PlainStep:
 
     def __post_init__(self) -> None:
         self.kept = [row for row in range(len(self.rollouts)) if self._trainable(row)]
-        self.kl, self.moments = KLController.from_config(self.config.algorithm.kl_ctrl), RunningMoments()
+        self.kl_coef, self.mean_kl = self.config.algorithm.kl_ctrl.kl_coef, 0.0
+        self.rewards_so_far, self.moments = list[float](), RunningMoments()
 
     @property
     def trained(self) -> dict[str, PlainRole]:
@@ -229,14 +238,13 @@ class PlainStep:
         }
         if self.number > 1:
             self.evaluate()
-        kl_coef = self.kl.coef if self.config.algorithm.use_kl_in_reward else None
         self.credit()
         self.update()
         return PlainRecord(
             kept=self.kept,
             columns=dict(self.columns),
             used_log_probs_BR=self.used_log_probs(),
-            kl_coef=kl_coef,
+            kl=(self.mean_kl, self.kl_coef) if self.config.algorithm.use_kl_in_reward else None,
             before=before,
             after={name: role.weights() for name, role in self.trained.items()},
             names={name: set(role.stored(role.model.hf.state_dict())) for name, role in self.trained.items()},
@@ -270,15 +278,16 @@ class PlainStep:
     def credit(self) -> None:
         """Rewards and advantages of the kept rows. What has no formula here is borrowed, on what this step has made."""
         algorithm, rollouts = self.config.algorithm, self.rollouts
-        rewards_B, episodes, means = self._rewards(), self._episodes(), []
-        for one in episodes:
+        episodes, means = self._episodes(), []
+        for one, reward in zip(episodes, self._rewards(episodes), strict=True):
             penalty = self._penalty(one)
-            place_reward(one, float(rewards_B[one.rows[0]]), penalty, self.kl.coef)
+            place_reward(one, reward, penalty, self.kl_coef)
             inside = [each for each, ok in zip(penalty, one.mask, strict=True) if ok]
             means.append(sum(inside) / len(inside))
         if algorithm.use_kl_in_reward:
             count = len(whole_episodes(rollouts, self.scores)[0])
-            self.kl = self.kl.update(sum(means) / len(means), count)
+            self.mean_kl = sum(means) / len(means)
+            self.kl_coef = next_coefficient(algorithm.kl_ctrl, self.kl_coef, self.mean_kl, count)
         rewards = clipped([each.rewards for each in episodes], algorithm.token_reward_clip)
         rewards = whitened(episodes, rewards) if algorithm.whiten_rewards else rewards
         for one, shaped in zip(episodes, rewards, strict=True):
@@ -296,17 +305,17 @@ class PlainStep:
     def _trainable(self, row: int) -> bool:
         return bool(self.scores.valid_B[row]) and bool(self.rollouts.response_mask_BR[row].any())
 
-    def _rewards(self) -> Tensor:
-        """Reward of each row: its score, or what the shaping of rewards makes of it, which is borrowed."""
+    def _rewards(self, episodes: list[PlainEpisode]) -> list[float]:
+        """Reward of each response: what the shaping of rewards makes of its score; parts of that are borrowed."""
         config = self.config
-        why = _reward_options(config)
+        why = _borrowed_shaping(config)
         if not why:
-            return self.scores.score_B
+            return response_rewards(episodes, config, self.rewards_so_far)
         self.notes.append(f"rewards: shared formula ({', '.join(why)})")
         longest = config.data.max_response_length
-        shaped = shape_rewards(config.algorithm, config.reward_model, self.rollouts, self.scores, self.moments, longest)
-        self.moments = shaped.moments
-        return shaped.reward_B
+        found = shape_rewards(config.algorithm, config.reward_model, self.rollouts, self.scores, self.moments, longest)
+        self.moments = found.moments
+        return [float(found.reward_B[one.rows[0]]) for one in episodes]
 
     def _episodes(self) -> list[PlainEpisode]:
         """The episodes of the kept rows, in the order of their first one."""
@@ -316,8 +325,10 @@ class PlainStep:
             number = row if self.rollouts.episode_B is None else int(self.rollouts.episode_B[row])
             if number not in found:
                 baseline = 0.0 if baseline_B is None else float(baseline_B[row])
-                found[number] = PlainEpisode(group=int(self.rollouts.group_B[row]), baseline=baseline)
+                group, score = int(self.rollouts.group_B[row]), float(self.scores.score_B[row])
+                found[number] = PlainEpisode(group=group, score=score, baseline=baseline)
             found[number].rows.append(row)
+            found[number].cut = bool(self.rollouts.cut_off_B[row])  # its last row's
         for one in found.values():
             one.mask = [bool(inside) for inside in self._of(one, self.rollouts.response_mask_BR)]
             one.rewards = [0.0] * len(one.mask)
@@ -454,12 +465,8 @@ class PlainStep:
                 yield (epoch, start // role.ppo_mini_batch_size), rows
 
 
-def _reward_options(config: PPOConfig) -> list[str]:
-    """Options that make another reward of a response's score."""
-    algorithm, plain = config.algorithm, AlgorithmConfig()
-    found = [f"algorithm.{name}" for name in _SHAPING if getattr(algorithm, name) != getattr(plain, name)]
-    options = {
-        "length_reward": config.reward_model.length_reward,
-        "overlong_buffer": config.reward_model.overlong_buffer,
-    }
-    return found + [f"reward_model.{name}" for name, option in options.items() if option.enable]
+def _borrowed_shaping(config: PPOConfig) -> list[str]:
+    """Options of the shaping of rewards that have no formula here."""
+    buffer = config.reward_model.overlong_buffer
+    found = ["algorithm.agent_reward_norm"] if config.algorithm.agent_reward_norm.method != "identity" else []
+    return found + ["reward_model.overlong_buffer.only_key"] * (buffer.enable and buffer.only_key is not None)

@@ -49,7 +49,8 @@ class RealStep:
 
     evaluated: Evaluated
     experience: Experience  # of the rows that are trained on
-    kl_coef: float  # of the penalty in the reward, before the step
+    mean_kl: float  # of the penalty in the reward; 0 without it
+    kl_coef: float  # of that penalty, for the next step
     minibatches: dict[str, list[dict[str, Metric]]]  # by role: the metrics of each optimizer step, over all ranks
     weights: dict[str, dict[str, Tensor]]  # by role, after the step: float32, as a rollout engine would get them
 
@@ -185,7 +186,8 @@ def _step(trainer: PPOTrainer, around: _Around, kept: dict[str, _Kept]) -> RealS
     return RealStep(
         evaluated=around.stages["evaluated"],
         experience=around.stages["experience"],
-        kl_coef=around.facts["kl_coef"],
+        mean_kl=around.measured.get("critic/kl", 0.0),
+        kl_coef=trainer.state.kl_coef,
         minibatches={name: each.minibatches for name, each in kept.items()},
         weights={name: _weights_of(each.handle, str(trainer.config.trainer.log_dir)) for name, each in kept.items()},
     )
@@ -194,11 +196,11 @@ def _step(trainer: PPOTrainer, around: _Around, kept: dict[str, _Kept]) -> RealS
 class _Around:
     """Stands in for what surrounds a step in a run: the same rows and scores each time; no reports, checkpoints, sync.
 
-    stages, facts: of the last step, as a recorder gets them.
+    stages, measured: of the last step, as a recorder gets them, and its metrics.
     """
 
     stages: Mapping[str, Any]
-    facts: Mapping[str, Any]
+    measured: Mapping[str, float]
     stopping = None  # of rules of health
     clock, saved_on_error = StepClock, nullcontext
 
@@ -211,8 +213,12 @@ class _Around:
     def result(self) -> Scores:
         return self._scores
 
-    def keep(self, _: int, stages: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-        self.stages, self.facts = stages, facts
+    def keep(self, _: int, stages: Mapping[str, Any], __: Mapping[str, Any]) -> None:
+        self.stages = stages
+
+    def step(self, *given: Any) -> dict[str, float]:
+        self.measured = given[3]
+        return {}
 
     def _no_metrics(self, *_: Any) -> dict[Any, Any]:
         return {}
@@ -220,7 +226,7 @@ class _Around:
     def _nothing(self, *_: Any, **__: Any) -> None:
         pass
 
-    metrics = step = rows_to_keep = _no_metrics
+    metrics = rows_to_keep = _no_metrics
     wait = update_begins = step_ended = validated = complete = sync = weights_changed = _nothing
 
 

@@ -22,7 +22,7 @@ from verl_like.config.roles import REF, REWARD, needs_critic, roles_of
 from verl_like.engine.optim import Schedule
 from verl_like.kit.forecast.machine import available_memory
 from verl_like.kit.selfcheck.driver import old_log_probs_of
-from verl_like.kit.selfcheck.material import MISMATCH
+from verl_like.kit.selfcheck.material import mismatch
 from verl_like.kit.selfcheck.pictures import text_alone, with_pictures
 from verl_like.kit.selfcheck.plain import PlainModel, pieces
 from verl_like.kit.selfcheck.plain_adapters import unchecked_adapters, with_noise
@@ -156,9 +156,7 @@ def plain_step(config: PPOConfig, vocab_size: int) -> PlainStep:
     )
     step.evaluate()
     log_probs_BR = step.columns["old_log_probs"]
-    generator = torch.Generator().manual_seed(1)
-    gap_B1 = torch.tensor([MISMATCH[row % 3] for row in range(len(rollouts))])[:, None]
-    noise_BR = torch.randn(log_probs_BR.shape, generator=generator) * gap_B1
+    noise_BR = mismatch(log_probs_BR.shape, torch.Generator().manual_seed(1))
     sampled_BR = ((log_probs_BR + noise_BR) * rollouts.response_mask_BR).float()
     if old_log_probs_of(config) != "sampler" and len(sampled_BR) > 4:
         sampled_BR[4, 0] = float("nan")  # a log-prob that the sampler did not tell
@@ -204,6 +202,7 @@ def frozen_rollouts(config: PPOConfig, vocab_size: int) -> tuple[Rollouts, Score
     mask_BR[1::3] &= torch.arange(mask_BR.shape[1])[None, :] < sampled_B[1::3, None]
     number = torch.rand(len(rows), generator=generator)  # as scores: a 0 would hide where it lies
     score_B, valid_B = number.clone(), torch.ones(len(rows), dtype=torch.bool)
+    score_B[2::4] *= 1 if config.algorithm.adv_estimator == "maxrl" else -1  # that takes none below 0
     score_B[: min(n, 2)] = torch.tensor([1.0, 0.0])[: min(n, 2)]  # a group with a signal, whatever was drawn
     score_B[n : 2 * n] = score_B[n] if n > 1 else score_B[n : 2 * n]  # and one without
     valid_B[-1] = len(rows) < 4
@@ -281,9 +280,8 @@ def compared(plain: PlainRecord, real: RealStep, mask_BR: Tensor) -> Iterator[Fi
             expected_BR = plain.used_log_probs_BR if name == "old_log_probs" else plain.columns[name]
             size = max(1.0, float(expected_BR.abs().max())) if name == "entropy" else 1.0  # a sum over the vocabulary
             yield Finding(name=_words(name), difference=_gap(found_BR, expected_BR, mask_BR) / size, limit=_NEAR)
-    if plain.kl_coef is not None:
-        gap = abs(real.kl_coef - plain.kl_coef) / max(plain.kl_coef, 1e-12)
-        yield Finding(name="KL coefficient", difference=gap, limit=_SCALED)
+    if plain.kl is not None:
+        yield Finding(name="mean KL of responses", difference=abs(real.mean_kl - plain.kl[0]), limit=_NEAR)
     same = len(made) == len(plain.kept)
     yield Finding(name="rows that are trained on", difference=0.0 if same else math.inf)
     for name, found_BR in (("advantages", made.advantages_BR), ("returns", made.returns_BR)):
@@ -297,6 +295,9 @@ def compared(plain: PlainRecord, real: RealStep, mask_BR: Tensor) -> Iterator[Fi
         if _without_gradient(plain, role):
             continue
         yield from _update(role, plain, real)
+    if plain.kl is not None:
+        gap = abs(real.kl_coef - plain.kl[1]) / max(plain.kl[1], 1e-12)
+        yield Finding(name="KL coefficient of the next step", difference=gap, limit=_SCALED)
 
 
 def _without_gradient(plain: PlainRecord, role: str) -> bool:
