@@ -324,11 +324,38 @@ def check_slices(model: ModelConfig, config: PretrainedConfig, size: int, key: s
 def check_context(model: ModelConfig, config: PretrainedConfig, size: int, key: str) -> None:
     """Check that the model can run on chunks of its sequences, which hold unlike positions; raises ValueError."""
     check_slices(model, config, size, key)
-    given = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    kinds = {str(each.get("rope_type")) for each in (given, *given.values()) if isinstance(each, dict)}
+    kinds = {str(each.get("rope_type")) for each in _rotations(config)}
     if size > 1 and (stretched := sorted(kinds & {"dynamic", "longrope"})):
         why = "its frequencies follow the largest position of a pass, and ranks have other positions; set it to 1"
         raise ValueError(f"{key}={size} with RoPE of type {stretched[0]!r}: {why}")
+
+
+def num_positions(config: PretrainedConfig) -> int:
+    """Count the tokens that a row may have without a change to the others.
+
+    Beyond original_max_position_embeddings of RoPE of type longrope (Phi-3) transformers takes other frequencies for
+    all rows of a pass that holds such a row, and vLLM for all rows of a run that may have one.
+    """
+    longest: int = config.get_text_config().max_position_embeddings
+    kept = [r["original_max_position_embeddings"] for r in _rotations(config) if r.get("rope_type") == "longrope"]
+    return min([longest, *kept])
+
+
+def tell_positions(config: PretrainedConfig) -> str:
+    """Say how many positions a model has, and which field of its config says so."""
+    positions, text = num_positions(config), config.get_text_config()
+    if positions == text.max_position_embeddings:
+        return f"the model has {positions} positions (max_position_embeddings)"
+    return (
+        f"the model has {positions} positions (original_max_position_embeddings) before its RoPE of type 'longrope' "
+        "takes other frequencies, for shorter rows beside a longer one too"
+    )
+
+
+def _rotations(config: PretrainedConfig) -> list[dict[str, Any]]:
+    """Collect the parameters of all rotary embeddings of a model, of which kinds of layers may have their own."""
+    given = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    return [each for each in (given, *given.values()) if isinstance(each, dict)]
 
 
 def check_ulysses(model: ModelConfig, config: PretrainedConfig, size: int) -> None:

@@ -97,6 +97,11 @@ def tensor_plan(model: TokenModel, config: PretrainedConfig, size: int, key: str
     gathered: set[nn.Module] = set()
     base = families.backbone(model.hf)
     for name, module in base.named_modules():
+        if any(w.ndim == 2 for w in module.parameters(recurse=False)) and type(module).__name__.endswith("Norm"):
+            raise ValueError(
+                f"{key}={size}: {name} of a {config.model_type!r} model has a weight for each head (use_qk_norm), "
+                "which is not available split; set it to 1, or use ulysses_sequence_parallel_size"
+            )
         found: list[Style] = [style for pattern, style in patterns if pattern.fullmatch(name)]
         if not found:
             continue

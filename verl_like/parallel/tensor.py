@@ -130,7 +130,8 @@ def _column(_: SequenceRanks, linear: nn.Module, input: Tensor) -> Tensor:
 
 
 def _column_gathered(group: SequenceRanks, linear: nn.Module, input: Tensor) -> Tensor:
-    return _Gather.apply(_column(group, linear, input), group, -1)
+    # A copy, no view: OLMoE clamps its queries in place (clip_qkv)
+    return _Gather.apply(_column(group, linear, input), group, -1).clone()
 
 
 def _row(group: SequenceRanks, linear: nn.Module, input: Tensor) -> Tensor:

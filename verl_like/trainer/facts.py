@@ -27,7 +27,7 @@ from verl_like.data.loader import PromptLoader
 from verl_like.data.sampler import ResumableSampler, Sampler
 from verl_like.data.templates import SYSTEM_PROMPTS
 from verl_like.episodes.episode import EpisodeRunner, SingleTurn, Toolbox
-from verl_like.models.loading import end_token_ids, load_hf_config, load_tokenizer
+from verl_like.models.loading import end_token_ids, load_hf_config, load_tokenizer, num_positions, tell_positions
 from verl_like.models.location import missing_places
 from verl_like.models.vision import processor_of
 from verl_like.registry import part
@@ -184,12 +184,11 @@ class Facts:
                 f"actor_rollout_ref.rollout.max_model_len={length} is less than data.max_prompt_length + "
                 f"data.max_response_length = {needed}; raise it or leave it null"
             )
-        positions = self.hf_config.get_text_config().max_position_embeddings
-        if length > positions:
+        if length > num_positions(self.hf_config):
             raise ValueError(
                 f"prompt plus response may have {length} tokens (data.max_prompt_length={data.max_prompt_length} + "
-                f"data.max_response_length={data.max_response_length}, or rollout.max_model_len), but the model has "
-                f"{positions} positions (max_position_embeddings); lower the lengths"
+                f"data.max_response_length={data.max_response_length}, or rollout.max_model_len), but "
+                f"{tell_positions(self.hf_config)}; lower the lengths"
             )
         return length
 

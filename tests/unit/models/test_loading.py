@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from tests.unit.engine import tiny
 from tests.unit.models import zoo
+from tests.unit.models.rows import sequences
 from verl_like.config.model import ModelConfig
-from verl_like.models import families, loading
+from verl_like.models import families, loading, packing
 from verl_like.models.heads import TokenModel
 
 
@@ -165,3 +166,24 @@ def test_weights_of_every_family_are_its_own(tmp_path: Path, name: str) -> None:
     AutoModelForCausalLM.from_config(zoo.config(name)).save_pretrained(tmp_path)
     checked(tmp_path)
     checked(tmp_path, kind="value")
+
+
+def test_longrope_has_positions_up_to_its_other_frequencies(tmp_path: Path) -> None:
+    """Beyond them the log-probs of a short row depend on what is beside it; before, and of other types, they do not."""
+    path = zoo.folder(tmp_path, "phi3", **zoo.telling("phi3"))
+    model = build(path)
+    config = model.hf.config
+    assert loading.num_positions(config) == 64 < config.max_position_embeddings
+    assert "64 positions (original_max_position_embeddings) before its RoPE" in loading.tell_positions(config)
+    short, within, beyond = (([5, 6, 7], [3] * count) for count in (4, 60, 63))
+
+    def of_the_short(*rows: tuple[list[int], list[int]]) -> torch.Tensor:
+        batch = sequences(rows)
+        x = packing.pack(batch, packing.response_positions(batch, sampled_only=False), torch.device("cpu"))
+        return x.unpack(model(x, frozenset({"log_probs"}), 1.0)["log_probs"])[:4]
+
+    alone = of_the_short(short)
+    torch.testing.assert_close(of_the_short(short, within), alone, rtol=0, atol=1e-5)
+    assert float((of_the_short(short, beyond) - alone).detach().abs().max()) > 1e-2
+    plain = zoo.config("qwen3", max_position_embeddings=99)
+    assert loading.tell_positions(plain) == "the model has 99 positions (max_position_embeddings)"

@@ -10,6 +10,7 @@ import torch
 from transformers import DeepseekV3Config, GPT2Config, PretrainedConfig, Qwen2Config
 
 from tests.unit.engine.tiny import experience, model_folder
+from tests.unit.models import zoo
 from verl_like.config.fsdp import FSDPConfig
 from verl_like.config.model import ModelConfig
 from verl_like.models import packing
@@ -93,6 +94,10 @@ def with_plan(style: str) -> Qwen2Config:
     [
         (GPT2Config(), "no tensor-parallel plan for 'gpt2'"),
         (DeepseekV3Config(), "plan for 'deepseek_v3' leaves attention whole"),
+        (
+            zoo.config("cohere", use_qk_norm=True),
+            r"q_norm of a 'cohere' model has a weight for each head .*set it to 1",
+        ),
         (
             with_plan("nonesuch"),
             r"'qwen2' has styles that are not available here \(layers\.\*\.self_attn\.q_proj: nonesuch",

@@ -131,6 +131,12 @@ _STRETCHED = {
     }
 }
 _IN_PART = {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}}
+LONGROPE = _IN_PART["rope_parameters"] | {
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0, 1.2, 1.4, 1.6],
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
+}
 _MULTIPLIED = {
     "embedding_multiplier": 3.0,
     "logits_scaling": 2.5,
@@ -174,7 +180,7 @@ _TELLING: dict[str, dict[str, Any]] = {
     "cohere2": _PLAIN | _SHARP | _STRETCHED | {"logit_scale": 0.3},
     "olmo": _PLAIN | _STRETCHED | {"clip_qkv": 0.5},
     "phi": _SHARP | _IN_PART | {"qk_layernorm": True, "hidden_act": "silu"},
-    "phi3": _PLAIN | _IN_PART | {"sliding_window": 5},
+    "phi3": _PLAIN | {"sliding_window": 5, "rope_parameters": LONGROPE, "original_max_position_embeddings": 64},
     "granite": _PLAIN | _STRETCHED | _MULTIPLIED | {"mlp_bias": True},
     **dict.fromkeys(("glm", "glm4"), _PLAIN | _IN_PART),
     "starcoder2": _SHARP | _STRETCHED | {"sliding_window": 5, "hidden_act": "silu", "tie_word_embeddings": True},

@@ -31,7 +31,7 @@ from verl_like.kit.selfcheck.plain import Measured, PlainModel
 from verl_like.kit.selfcheck.plain_adapters import outline, unchecked_adapters
 from verl_like.kit.selfcheck.plain_loss import PlainPolicyLoss, PlainValueLoss
 from verl_like.models.families import sees
-from verl_like.models.loading import load_hf_config, load_tokenizer
+from verl_like.models.loading import load_hf_config, load_tokenizer, num_positions
 
 LONG_ROW = 600  # [tokens] longer than the attention's blocks (64) and than the rows it takes by products (512)
 _BEYOND = 64  # [tokens] by which the longest row is longer than a sliding window
@@ -135,8 +135,8 @@ def longest_row(hf_config: PretrainedConfig) -> tuple[int, str]:
         note = "" if reached else f"; too short for the sliding window of {window} tokens, which is NOT checked"
     elif window is not None:
         note = f"; the sliding window has {window}"
-    if "max_position_embeddings" in text and text.max_position_embeddings < wanted:
-        wanted, note = text.max_position_embeddings, f"{note}; the model has no more positions"
+    if "max_position_embeddings" in text and num_positions(hf_config) < wanted:
+        wanted, note = num_positions(hf_config), f"{note}; the model has no more positions"
     return wanted, f"longest row: {wanted} tokens{note}"
 
 

@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> None:
 def _loaded(arguments: argparse.Namespace, model: Any) -> Iterator[tuple[RolloutEngine, PromptEncoder, Any, int]]:
     from verl_like.data.dataset import make_encoder
     from verl_like.kit.serving import served, settings_for
-    from verl_like.models.loading import end_token_ids, load_hf_config, load_tokenizer
+    from verl_like.models.loading import end_token_ids, load_hf_config, load_tokenizer, num_positions
     from verl_like.trainer.compose import compose_with_warnings
     from verl_like.trainer.facts import resolve_world
 
@@ -87,7 +87,7 @@ def _loaded(arguments: argparse.Namespace, model: Any) -> Iterator[tuple[Rollout
         encoder = make_encoder(data, tokenizer)
         device, _ = resolve_world(config)
         room = max(8192, 2 * (data.max_prompt_length + data.max_response_length))  # for several times a run's turns
-        longest = min(hf_config.get_text_config().max_position_embeddings, room)
+        longest = min(num_positions(hf_config), room)
     with served(config, hf_config, tokenizer_size=len(tokenizer), max_model_len=longest, device=device) as replica:
         yield replica.engine, encoder, end_ids, longest
 

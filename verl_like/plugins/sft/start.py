@@ -14,6 +14,7 @@ from verl_like.config.errors import problems_of
 from verl_like.config.paths import Files
 from verl_like.config.roles import ACTOR
 from verl_like.data.loader import PromptLoader
+from verl_like.models.loading import num_positions, tell_positions
 from verl_like.observe.trackers import check_trackers
 from verl_like.plugins.sft.dataset import Batches, SFTDataset
 from verl_like.plugins.sft.turns import Row
@@ -79,9 +80,9 @@ class SFTFacts(Facts):
     @Fact
     def max_model_len(self) -> int:
         """Longest row. Raises ValueError where the model has fewer positions."""
-        longest, positions = self.config.sft.max_length, self.hf_config.get_text_config().max_position_embeddings
-        if longest > positions:
-            raise ValueError(f"sft.max_length={longest}: the model has {positions} positions; lower it")
+        longest = self.config.sft.max_length
+        if longest > num_positions(self.hf_config):
+            raise ValueError(f"sft.max_length={longest}: {tell_positions(self.hf_config)}; lower it")
         return longest
 
 

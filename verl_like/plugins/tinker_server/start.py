@@ -22,6 +22,7 @@ from verl_like.cluster.worker_group import new_run_id
 from verl_like.config import PPOConfig
 from verl_like.config.errors import ConfigError, input_errors, problems_of, raise_if_any
 from verl_like.models.families import refuse_vision
+from verl_like.models.loading import num_positions, tell_positions
 from verl_like.observe.logs import setup_driver_logging
 from verl_like.plugins.tinker_server.engine import Engines
 from verl_like.plugins.tinker_server.fair import ONE_OF_A_MODEL
@@ -67,11 +68,10 @@ class ServeFacts(Facts):
     def max_model_len(self) -> int:
         """Tokens of a prompt with its answer, or of a row that is trained."""
         asked = self.config.actor_rollout_ref.rollout.max_model_len
-        positions = self.hf_config.get_text_config().max_position_embeddings
+        positions = num_positions(self.hf_config)
         if asked is not None and asked > positions:
-            raise ValueError(
-                f"actor_rollout_ref.rollout.max_model_len={asked}: the model has {positions} positions; lower it"
-            )
+            what = f"actor_rollout_ref.rollout.max_model_len={asked}"
+            raise ValueError(f"{what}: {tell_positions(self.hf_config)}; lower it")
         return asked or positions
 
     @Fact
