@@ -226,3 +226,25 @@ def test_what_is_not_rescued_ends_both_ranks(tmp_path: Path, name: str) -> None:
     paths = {"plain": plain, "experts": zoo.folder(tmp_path / "experts", "qwen3_moe")}
     told = tiny.spawn_ranks(2, not_rescued, tmp_path, paths, name)
     assert re.search(r"The other ranks wait .* smaller \S*ppo_max_token_len_per_gpu", told[1]) and told[0]
+
+
+def loss_on_an_axis(process: ProcessInfo, paths: dict[str, str], axis: str) -> tuple[Any, Any]:
+    """(without, with a fault in the loss of rank 1)."""
+    path, keys = paths["experts" if axis == "expert" else "plain"], {f"{axis}_parallel_size": 2}
+    rows = list(range(24))[process.rank :: 2] if axis == "expert" else list(range(24))
+    plain = step(tiny.build_engine(process, path, fsdp=FSDPConfig(**keys)), tiny.PolicyLoss(), rows)
+    loss = HungryLoss() if process.rank == 1 else tiny.PolicyLoss()
+    return plain, step(tiny.build_engine(process, path, fsdp=FSDPConfig(**keys)), loss, rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["expert", "context", "tensor"])
+def test_memory_that_a_loss_lacks_is_rescued_on_an_axis(tmp_path: Path, axis: str) -> None:
+    """Behind the model, where none of the axis's collectives waits."""
+    plain = tiny.model_folder(tmp_path, num_attention_heads=4, num_key_value_heads=2)
+    paths = {"plain": plain, "experts": zoo.folder(tmp_path / "experts", "qwen3_moe")}
+    found = tiny.spawn_ranks(2, loss_on_an_axis, tmp_path, paths, axis)
+    for before, after in found:
+        tiny.assert_same(before[0], after[0], 1e-4)
+        assert after[1]["grad_norm"] == pytest.approx(before[1]["grad_norm"], rel=1e-5)
+        assert "perf/out_of_memory" not in before[1] and after[1]["perf/out_of_memory"] >= 1
