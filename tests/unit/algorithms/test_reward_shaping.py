@@ -380,6 +380,20 @@ def test_pf_ppo_moves_whole_rows() -> None:
         assert experience.values_BR is not None and experience.values_BR[row].sum().item() == pytest.approx(number / 4)
 
 
+def test_pf_ppo_draws_by_scores_whatever_their_shaping_is() -> None:
+    batch = rollouts((1, 2, 3, 4), [0, 1, 2, 3])
+    experience, _ = make_experience(
+        AlgorithmConfig(adv_estimator="reinforce", use_pf_ppo=True, pf_ppo=PFPPOConfig(reweight_method="max_min")),
+        ActorConfig(),
+        batch,
+        scores([1.0, 2.0, 3.0, 4.0]),
+        evaluated(batch),
+        0.0,
+        reward_B=torch.tensor([1.0, 4.0, 0.0, 2.0]),
+    )
+    assert set(experience.group_B.tolist()) <= {0, 3}  # the worst and the best score
+
+
 # ---- invariances
 
 

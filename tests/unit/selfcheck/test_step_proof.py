@@ -274,7 +274,7 @@ FAULTS: dict[str, tuple[str, Plant, str]] = {
         ),
         "actor: mini-batch",
     ),
-    "another weight decay": ("grpo", around(sharded_model, "build_optimizer", undecayed), "actor: mini-batch 2"),
+    "another weight decay": ("grpo", around(sharded_model, "build_optimizer", undecayed), "actor: change"),
 }
 
 
