@@ -64,7 +64,7 @@ class Best:
             return False
         if name not in metrics:
             known = ", ".join(sorted(key for key in metrics if key.startswith("val-core/"))) or "none"
-            raise RunStopped(f"trainer.best_metric={name}: this validation gave no such number; val-core has {known}")
+            raise RunStopped(f"trainer.best_metric={name}: this validation gave no such number, but {known}")
         if step in self._seen:
             return False
         self._seen[step] = metrics[name]

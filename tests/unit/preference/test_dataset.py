@@ -80,7 +80,7 @@ def test_texts_as_they_stand(tokenizer: Any, tmp_path: Path) -> None:
     assert texts(implicit, tokenizer) == texts(explicit, tokenizer)
 
 
-def test_labels_have_answers_of_other_prompts(tokenizer: Any, tmp_path: Path) -> None:
+def test_labels_have_answers_of_other_prompts(tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = [{"prompt": f"{n // 2}=", "completion": str(n), "label": n % 2 == 0} for n in range(6)]
     found = dataset(tokenizer, tmp_path, rows, loss="kto", data__chat_template="none")
     end = tokenizer.eos_token
@@ -91,6 +91,9 @@ def test_labels_have_answers_of_other_prompts(tokenizer: Any, tmp_path: Path) ->
     assert batch.group_B.tolist() == [7, 7, 8, 8]
     pairs = dataset(tokenizer, tmp_path, [PAIR_FORMS[2], PAIR_FORMS[2] | {"prompt": "4"}], loss="kto")
     assert len(pairs.item(0).all_answers) == 4 and pairs.item(0).good == (True, False)
+    assert "nothing tells" not in caplog.text
+    dataset(tokenizer, tmp_path, rows[1::2], loss="kto")
+    assert "data.train_files: all 3 answers are bad, so nothing tells what makes them so" in caplog.text
 
 
 def test_real_pairs(tmp_path: Path) -> None:
@@ -131,6 +134,14 @@ def test_rows_that_are_refused(
     rows = [{name: cell for name, cell in row.items() if name not in without} for row in rows]
     with pytest.raises(ValueError, match=message):
         dataset(tokenizer, tmp_path, rows, **options)
+
+
+def test_pairs_that_are_all_cut_to_equal_answers_are_refused(tokenizer: Any, tmp_path: Path) -> None:
+    rows = [{"prompt": "1=", "chosen": f"1{n}", "rejected": f"1{n}0"} for n in range(3)]
+    assert len(dataset(tokenizer, tmp_path, rows, max_length=10, data__truncation="right").digest) == 32
+    with pytest.raises(ValueError, match=r"all 3 pairs have two equal answers: .* is sft\.max_length=9 long enough"):
+        dataset(tokenizer, tmp_path, rows, max_length=9, data__truncation="right")
+    dataset(tokenizer, tmp_path, rows, max_length=9, data__truncation="right", loss="orpo")  # which imitates them
 
 
 def test_a_label_must_be_one(tokenizer: Any, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from verl_like.config import PPOConfig, TrainerConfig
 from verl_like.config.preference import PreferenceConfig
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.parallel.dist import ProcessInfo
-from verl_like.plugins.preference.losses import Measured, carried, distance, imitation, referenced
+from verl_like.plugins.preference.losses import LOSSES, Measured, carried, distance, imitation, measured, referenced
 from verl_like.plugins.preference.pairs import Carried, Item, Pairs, pairs_of
 from verl_like.plugins.sft.turns import Row
 
@@ -156,6 +156,7 @@ def test_losses_equal_plain_models(process: ProcessInfo, path: str, tmp_path: Pa
     loss = plain(c, data, *models)
     loss.backward()
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert set(metrics) == set(measured(c))
     same(found, models[0])
 
 
@@ -165,6 +166,17 @@ def test_ktos_reference_point_is_a_mean_that_is_not_below_0(ratios: tuple[float,
     given = {"reference_IS": zeros, "length_IS": zeros + 1, "good_IS": yes, "margin_I": zeros[:, 0]}
     said = Measured(policy_IS=zeros + torch.tensor(ratios)[:, None], unrelated_IS=yes, **given)
     assert distance(said).item() == pytest.approx(point)
+
+
+@pytest.mark.parametrize("mean", [(0.0, -1.0), (-1.0, 0.0), (0.0, 0.0)])
+def test_odds_of_an_answer_that_float32_takes_for_certain_are_finite(mean: tuple[float, float]) -> None:
+    policy_IS = torch.tensor([mean], dtype=torch.float64, requires_grad=True)
+    ones, no = torch.ones(1, 2, dtype=torch.float64), torch.zeros(1, 2, dtype=torch.bool)
+    given = {"reference_IS": 0 * ones, "length_IS": ones, "margin_I": 0 * ones[:, 0]}
+    said = Measured(policy_IS=policy_IS, good_IS=~no, unrelated_IS=no, **given)
+    loss, _ = LOSSES["orpo"](PreferenceConfig(loss="orpo"), said)
+    loss.backward()
+    assert loss.isfinite() and policy_IS.grad is not None and policy_IS.grad.isfinite().all()
 
 
 def test_a_reward_model_equals_a_plain_one(process: ProcessInfo, path: str, tmp_path: Path) -> None:

@@ -99,6 +99,13 @@ def test_truth_values_are_no_texts(tmp_path: Path, tokenizer: Any, sft: Any, cel
         dataset(tokenizer, file, sft).rows(1)
 
 
+@pytest.mark.parametrize("key", ["response_key", "mask_key", "enable_thinking_key"])
+def test_a_column_that_is_named_must_be_there(tmp_path: Path, tokenizer: Any, key: str) -> None:
+    file = write(tmp_path / "rows.jsonl", {"messages": GOOD})
+    with pytest.raises(ValueError, match=rf"sft\.{key}=thinkng: {file} has no such column \(it has: messages\)"):
+        dataset(tokenizer, file, {key: "thinkng"})
+
+
 @pytest.mark.parametrize(
     ("messages", "fault"),
     [
@@ -267,11 +274,12 @@ def test_a_start_counts_the_rows_that_are_left_and_tells_faults_of_both_sets(tmp
     config, warnings = compose_with_warnings([*words, *others, f"distillation.teacher_model.model_path={tiny_model}"])
     assert list(roles_of(config)) == [ACTOR] and "actor.use_kl_loss has no effect" in str(warnings)
     assert "distillation.enabled has no effect" in str(warnings)
-    bad = write(tmp_path / "val.jsonl", GOOD, [])
+    bad, best = write(tmp_path / "val.jsonl", GOOD, []), ["trainer.best_metric=val/los", "trainer.test_freq=1"]
     write(tmp_path / "train.jsonl", GOOD, GOOD, talk("1+1=", None))
     with ExitStack() as stack, pytest.raises(ConfigError) as caught:
-        prepare(compose([*words, f"data.val_files={bad}"]), stack)
+        prepare(compose([*words, *best, f"data.val_files={bad}"]), stack)
     assert [text.partition(" rows ")[0] for text in caught.value.problems] == [
+        "trainer.best_metric=val/los: a validation of this run gives val/loss, and val-core/...",
         "data.train_files: 1 of 3",
         "data.val_files: 1 of 2",
     ]

@@ -143,12 +143,13 @@ def test_a_damaged_configuration_says_what_to_do(tmp_path: Path, text: str) -> N
 
 
 @pytest.mark.parametrize(
-    "text", [*MALFORMED, '{"metric": "m", "step": "x", "value": 1}', '{"metric": "m", "validations": [[1]]}']
+    "text",
+    [*MALFORMED, '{"metric": "val-core/m", "step": "x", "value": 1}', '{"metric": "val-core/m", "validations": [[1]]}'],
 )
 def test_a_damaged_record_of_the_best_step_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / BEST_FILE).write_text(text)
     with pytest.raises(ValueError, match=r"best_checkpoint.json is damaged"):
-        Best(TrainerConfig(best_metric="m"), tmp_path, resumed_at=3)
+        Best(TrainerConfig(best_metric="val-core/m"), tmp_path, resumed_at=3)
 
 
 def test_a_saved_state_without_an_entry_is_refused_by_its_file(tmp_path: Path) -> None:
@@ -306,7 +307,7 @@ def test_pipes_and_folders_in_a_runs_folder_are_named(tmp_path: Path, make: Any)
     with pytest.raises(ValueError, match=r"metrics.jsonl, line 1 is damaged: data=5"):
         _ = run.steps
     with pytest.raises(ValueError, match=BEST_FILE):
-        Best(TrainerConfig(best_metric="m"), tmp_path, resumed_at=3)
+        Best(TrainerConfig(best_metric="val-core/m"), tmp_path, resumed_at=3)
     with pytest.raises(RunLocked, match=r"run.lock"):
         RunLock(tmp_path, "r").acquire()
 

@@ -83,14 +83,25 @@ class Items:
 
     def check_rows(self) -> None:
         """Encode every item. Raises ValueError for the first that cannot be used; tells how many teach nothing."""
-        found, same = hashlib.blake2b(digest_size=16), 0
+        found, same, kinds = hashlib.blake2b(digest_size=16), 0, set[bool]()
         for index in range(len(self)):
             item = self.item(index)
+            kinds.update(item.good)
             texts = [[row.ids.tobytes() + row.trained.tobytes() for row in answer] for answer in item.all_answers]
             same += len(item.answers) == 2 and texts[0] == texts[1]
             for text in itertools.chain.from_iterable(texts):
                 found.update(len(text).to_bytes(8, "little") + text)
         self.digest = found.hexdigest()
+        if len(kinds) == 1:
+            kind = "good" if kinds.pop() else "bad"
+            logger.warning(
+                "%s: all %d answers are %s, so nothing tells what makes them so", self.where, len(self), kind
+            )
+        if same == len(self) and not imitation(self.preference)[0]:
+            raise ValueError(
+                f"{self.where}: all {same} pairs have two equal answers: are the right columns read, and is "
+                f"sft.max_length={self.sft.max_length} long enough for data.truncation?"
+            )
         if same:
             logger.warning(
                 "%s: %d of %d pairs have two equal answers, which teach nothing", self.where, same, len(self)

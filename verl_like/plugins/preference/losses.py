@@ -18,6 +18,8 @@ from verl_like.config.preference import PreferenceConfig
 from verl_like.flat_columns import on_rows
 from verl_like.plugins.preference.pairs import Pairs
 
+_CERTAIN = 1e-9  # -log p that float32 rounds to 0; the odds of certainty are infinite, and their slope is no number
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
@@ -92,7 +94,8 @@ def _simpo(config: PreferenceConfig, m: Measured) -> Found:
 
 
 def _orpo(config: PreferenceConfig, m: Measured) -> Found:
-    log_odds_IS = m.mean_IS - torch.log(-torch.expm1(m.mean_IS))
+    mean_IS = m.mean_IS.clamp(max=-_CERTAIN)
+    log_odds_IS = mean_IS - torch.log(-torch.expm1(mean_IS))
     return -config.beta * logsigmoid(_gap(log_odds_IS)).mean(), config.beta * m.mean_IS
 
 
@@ -159,6 +162,13 @@ def carried(config: PreferenceConfig, pairs: Pairs, values_T: Tensor) -> tuple[P
     loss, metrics = loss_of(config, pairs, values_T)
     (slope_T,) = torch.autograd.grad(loss, values_T)
     return pairs.replace(advantages_T=slope_T).select(~pairs.unrelated_B), metrics
+
+
+def measured(config: PreferenceConfig) -> list[str]:
+    """List the names of what `loss_of` tells of answers of both kinds."""
+    names = ["loss", "accuracy", "kl" if config.loss == "kto" else "margin", "chosen_reward", "rejected_reward"]
+    names += [] if config.loss == "reward" else ["chosen_log_prob", "rejected_log_prob"]
+    return [*names, "sft_loss"] if imitation(config)[0] else names
 
 
 def _metrics(config: PreferenceConfig, m: Measured, reward_IS: Tensor) -> dict[str, float]:

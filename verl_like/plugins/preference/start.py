@@ -7,6 +7,7 @@ from typing import Any
 
 from verl_like.config.paths import Files
 from verl_like.plugins.preference.dataset import Items, PreferenceDataset
+from verl_like.plugins.preference.losses import measured
 from verl_like.plugins.preference.rollouts import RolloutPairs
 from verl_like.plugins.sft.start import SFTFacts, assemble
 from verl_like.plugins.sft.start import problems as problems_of_rows
@@ -26,6 +27,11 @@ class PreferenceFacts(SFTFacts):
         from verl_like.plugins.preference.trainer import PreferenceTrainer
 
         return trainer_class(self.config, PreferenceTrainer)
+
+    @property
+    def measures(self) -> list[str]:
+        """Ends of the names of what a validation computes over all rows, val/..."""
+        return measured(self.config.preference)
 
     def _dataset(self, split: str, files: Files) -> Any:
         if split == "train" and self.config.preference.rollouts:

@@ -58,9 +58,9 @@ class SFTDataset(PromptDataset):
         columns = {*more, *(name for name in named if name is not None)}
         super().__init__(data, files, tokenizer, split=split, seed=seed, vision=vision, columns=columns)
         self.encoder.continues = False
-        for file, name in itertools.product(self.files, (sft.response_key, sft.mask_key)):
-            if name is not None and name not in file.rows.columns:
-                key, there = "response_key" if name == sft.response_key else "mask_key", ", ".join(file.rows.columns)
+        for file, key in itertools.product(self.files, ("response_key", "mask_key", "enable_thinking_key")):
+            if (name := getattr(sft, key)) not in (getattr(SFTConfig(), key), *file.rows.columns):
+                there = ", ".join(file.rows.columns)
                 raise ValueError(f"sft.{key}={name}: {file.path} has no such column (it has: {there})")
 
     def messages(self, row: dict[str, Any], place: str) -> Messages:

@@ -47,6 +47,11 @@ class SFTFacts(Facts):
 
         return trainer_class(self.config, SFTTrainer)
 
+    @property
+    def measures(self) -> list[str]:
+        """Ends of the names of what a validation computes over all rows, val/..."""
+        return ["loss"]
+
     def row_options(self) -> dict[str, Any]:
         """Return arguments of the data set beside those of any."""
         return {"sft": self.config.sft, "seed": self.config.trainer.seed, "vision": self.vision}
@@ -91,6 +96,9 @@ def problems(facts: SFTFacts) -> Iterator[str]:
     config = facts.config
     if (temperature := config.actor_rollout_ref.rollout.temperature) != 1:
         yield f"actor_rollout_ref.rollout.temperature={temperature}: nothing is sampled; leave it out"
+    best, given = config.trainer.best_metric or "", [f"val/{name}" for name in facts.measures]
+    if config.trainer.trainer_class is None and best.startswith("val/") and best not in given:
+        yield f"trainer.best_metric={best}: a validation of this run gives {', '.join(given)}, and val-core/..."
     yield from problems_of(
         lambda: facts.device,
         lambda: check_machine(config, facts),
