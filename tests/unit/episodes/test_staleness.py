@@ -11,7 +11,7 @@ from verl_like.batch import Prompt, PromptRow, Rollouts
 from verl_like.config.asynchronous import AsyncTrainingConfig
 from verl_like.episodes.episode import Episode, Turn
 from verl_like.episodes.rows import assemble_rollouts
-from verl_like.episodes.staleness import Book, staleness_metrics
+from verl_like.episodes.staleness import Book, Room, staleness_metrics
 from verl_like.rollout.rollout_engine import Sampled
 
 
@@ -45,6 +45,19 @@ def test_a_batch_is_the_oldest_groups_that_have_ended_in_the_order_of_their_draw
     assert made.batch(1) == [1, 2]  # 1 is older; 2 before 3
     made.end(0)
     assert made.batch(1) == [0, 1]
+
+
+def test_nothing_is_begun_while_a_whole_batch_waits() -> None:
+    made = Book(2, 3, waits=True, room=Room(groups=10, responses=100))
+    for group in range(3):
+        made.begin(group)
+    made.end(0)
+    assert made.admits() == 7
+    made.end(1)
+    assert made.admits() == 0
+    made.train([0, 1])
+    made.trained()
+    assert made.admits() == 9
 
 
 def test_a_step_waits_for_what_would_be_too_old_for_the_next_one() -> None:
