@@ -14,7 +14,7 @@ import pytest
 
 from tests.architecture.source import Source, package_sources, parse
 
-MOST_LINES = {"core": 36_177, "plugins": 16_733, "kit": 11_865}  # of code, by ring
+MOST_LINES = {"core": 36_180, "plugins": 16_733, "kit": 11_906}  # of code, by ring
 MOST_SMALL_FILES = {
     "core": 36,
     "plugins": 40,
