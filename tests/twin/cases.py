@@ -14,10 +14,14 @@ _FSDP = f"{_ACTOR}.fsdp_config"
 _REF = "actor_rollout_ref.ref.fsdp_config"
 _ULYSSES, _REF_ULYSSES = (f"actor_rollout_ref.{role}.ulysses_sequence_parallel_size" for role in ("actor", "ref"))
 _OPTIM = f"{_ACTOR}.optim.optimizer"
+_PIPE, _REF_PIPE = (f"{fsdp}.pipeline_parallel_size" for fsdp in (_FSDP, _REF))
 SMALL, MIDDLE, LARGE = "Qwen__Qwen2.5-0.5B-Instruct", "Qwen__Qwen2.5-1.5B-Instruct", "Qwen__Qwen2.5-7B-Instruct"
 QWEN3, LLAMA, EXPERTS = "Qwen__Qwen3-8B", "meta-llama__Llama-3.1-8B", "Qwen__Qwen3-30B-A3B"
 TWO_MICRO_BATCHES = [f"{_ACTOR}.ppo_max_token_len_per_gpu=2304"]  # of the eight rows of 512 tokens
 PARKED = [f"{_FSDP}.param_offload=true", f"{_FSDP}.optimizer_offload=true"]
+# Of eight ranks, with the eight rows for each of the four that have rows of their own.
+TWO_STAGES = [f"{_PIPE}=2", f"{_REF_PIPE}=2", "data.train_batch_size=4", f"{_ACTOR}.ppo_mini_batch_size=4"]
+ZERO_BUBBLE = [*TWO_STAGES, f"{_FSDP}.pipeline_schedule=zero_bubble"]
 UNEQUAL = [[7 + 90 * i, 3 + 100 * i] for i in range(8)]
 
 
@@ -44,8 +48,11 @@ CASES = [
     case("tensor 2", LLAMA, f"{_FSDP}.tensor_parallel_size=2"),
     case("tensor 2, 64 ranks", LARGE, f"{_FSDP}.tensor_parallel_size=2", f"{_FSDP}.fsdp_size=16", world=64),
     case("experts", EXPERTS, world=64),
+    case("experts over 8 ranks", EXPERTS, f"{_FSDP}.expert_parallel_size=8", world=64),
     case("experts, tensor 2", EXPERTS, f"{_FSDP}.tensor_parallel_size=2", f"{_FSDP}.fsdp_size=16", world=64),
     case("parked", LARGE, *PARKED, f"{_REF}.param_offload=true"),
+    case("two stages", LLAMA, *TWO_STAGES),
+    case("zero_bubble", MIDDLE, *ZERO_BUBBLE, *TWO_MICRO_BATCHES),
     case("activations parked", LARGE, f"{_MODEL}.enable_activation_offload=true"),
     case("activations kept", LARGE, f"{_MODEL}.enable_gradient_checkpointing=false"),
     case("selective recomputation", LARGE, f"{_MODEL}.recompute_granularity=selective"),
@@ -88,5 +95,9 @@ _DEEPER: list[tuple[str, str, int, list[str]]] = [  # for the memory forecast: n
     ("Llama-3.1-8B, tensor 2", LLAMA, 8, [f"{_FSDP}.tensor_parallel_size=2"]),
     ("Llama-3.1-8B, Ulysses 4", LLAMA, 64, [f"{_ULYSSES}=4", f"{_REF_ULYSSES}=4"]),
     ("Qwen3-30B-A3B", EXPERTS, 64, []),
+    ("Qwen3-30B-A3B, expert 8", EXPERTS, 64, [f"{_FSDP}.expert_parallel_size=8"]),
+    ("Qwen2.5-1.5B, two stages", MIDDLE, 8, [*TWO_STAGES, f"{_ACTOR}.ppo_max_token_len_per_gpu=2048"]),
+    ("Qwen2.5-7B, zero_bubble", LARGE, 8, [*ZERO_BUBBLE, f"{_ACTOR}.ppo_max_token_len_per_gpu=1024"]),
+    ("Qwen2.5-1.5B, zero_bubble, LoRA", MIDDLE, 8, [*ZERO_BUBBLE, f"{_MODEL}.lora_rank=32"]),
 ]
 FORECAST = [case(f"{name} on {world}", model, *keys, world=world, layers=4) for name, model, world, keys in _DEEPER]

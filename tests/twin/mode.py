@@ -27,6 +27,7 @@ from torch.utils.flop_counter import flop_registry
 from verl_like.kit.bench.meters import group_of, place
 
 _aten = torch.ops.aten
+_WRAP = torch.ops._c10d_functional._wrap_tensor_autograd.default  # the same memory; its fake form is a new tensor
 _ROUND = 512
 _NOT_LAUNCHED = ("empty", "new_empty", "_unsafe_view", "lift_fresh", "is_pinned", "_local_scalar_dense", "detach")
 
@@ -95,6 +96,8 @@ class Twin(TorchDispatchMode):
         if func is _aten._local_scalar_dense.default:
             self._wait("read")
             return torch.ones((), dtype=args[0].dtype).item()
+        if func is _WRAP:
+            return args[0].detach()
         to_host = func is _aten._to_copy.default and str(kwargs.get("device")).startswith("cpu")
         if fakes and (to_host or (func is _aten.copy_.default and not isinstance(args[0], FakeTensor))):
             if not (func is _aten.copy_.default and args[2:3] == (True,)):  # to memory that is pinned for that

@@ -1,5 +1,7 @@
 """Kernels on the twin, as shapes alone: flash-attn, which need not be installed, Liger's, one of torch's CUDA build.
 
+And loads of experts, which are values.
+
 Their autograd functions keep what the real ones keep for the backward pass, so that memory is counted right. Sources:
 flash_attn/flash_attn_interface.py (FlashAttnVarlenFunc), liger_kernel/ops/{rms_norm,rope,swiglu}.py.
 """
@@ -89,3 +91,26 @@ def liger() -> None:
     functional.liger_swiglu = kernel(2, 1, 0, 2)  # gate, up
     functional.liger_geglu = kernel(2, 1, 0, 2)
     functional.liger_rope = kernel(0, 2, 0, 2)  # q, k, rotated in place: cos and sin are kept, which others hold anyway
+
+
+def even_loads() -> None:
+    """Let each rank of an expert group send as many tokens to every other, and get as many from it.
+
+    The counts are asked for as in a run; read from fake tensors they would be zeros, and the tokens gone.
+    """
+    from verl_like.parallel import experts
+
+    count, exchange, number = experts.count_each, experts._exchanged_counts, 0
+
+    def count_each(number_S: Tensor, most: int) -> Tensor:
+        nonlocal number
+        number = len(number_S)
+        return count(number_S, most)
+
+    def exchanged_counts(count_GE: Tensor, group: Any) -> tuple[list[int], list[int], Tensor]:
+        exchange(count_GE, group)
+        sent = [number // group.size + (rank < number % group.size) for rank in range(group.size)]
+        received = [sent[group.rank]] * group.size
+        return sent, received, torch.empty(sum(received), dtype=torch.int64, device=count_GE.device)
+
+    experts.count_each, experts._exchanged_counts = count_each, exchanged_counts

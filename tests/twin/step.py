@@ -126,6 +126,7 @@ def run(case: Case, folder: Path, process: ProcessInfo, twin: Twin) -> Outcome:
     """Run the step as this rank. Whatever a device would refuse (a mix of devices, a wrong precision) raises."""
     spec, outcome = spec_of(case, folder), Outcome()
     others.liger()
+    others.even_loads()
     if case.flash_attn:
         others.flash_attention()
     if not case.packing:

@@ -23,6 +23,7 @@ PER_MICRO_BATCH, PER_STEP = (
     Counter(["copy algorithms/objectives.py as_metrics"]),
     Counter(["read engine/fsdp.py FSDPEngine._step"]),
 )
+SPREAD = Counter({"copy parallel/experts.py _exchanged_counts": 2})  # of a pass of two layers: how many tokens come
 MOVES = ("parallel/fsdp.py", "parallel/sharding.py", "parallel/activation_offload.py")  # what is parked, and comes back
 
 
@@ -41,8 +42,9 @@ def over_budget(outcome: dict[str, Any], micro_batches: int = 1) -> dict[str, li
         if name.startswith("update_") and name != "update_weights":
             allowed = PER_STEP + Counter(dict.fromkeys(PER_MICRO_BATCH, micro_batches))
             allowed["copy engine/expert_load.py ExpertLoad.counted"] = 1
+            allowed += Counter({key: 2 * micro_batches * count for key, count in SPREAD.items()})  # computed again too
         elif name in PASSES:
-            allowed = Counter({"copy engine/fsdp.py FSDPEngine.forward.<locals>.<dictcomp>": PASSES[name]})
+            allowed = Counter({"copy engine/fsdp.py FSDPEngine.forward.<locals>.<dictcomp>": PASSES[name]}) + SPREAD
         else:
             continue
         beyond = {key for key, count in waits(phase).items() if count > allowed[key] and key.split()[1] not in MOVES}

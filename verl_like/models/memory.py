@@ -227,6 +227,15 @@ def layer_work_bytes(shape: Shape, path: Path, tokens: int, *, backward: bool) -
     return tokens * (path.c * (3 * shape.inner + 3 * shape.hidden) + wide)
 
 
+def late_bytes(shape: Shape, path: Path) -> float:
+    """Bytes of one token that a layer keeps until its weights' pass, where that is apart from the backward pass.
+
+    Inputs of linear layers and gradients of their outputs; those of stacked experts are not among them.
+    """
+    mlp = shape.hidden if shape.chosen else 2 * shape.hidden + 3 * shape.inner  # of a mixture the router's input
+    return path.c * (2 * shape.hidden + 2 * shape.queries + 2 * shape.keys + mlp)
+
+
 def layer_gradient_bytes(shape: Shape, path: Path, tokens: int, weights: float, experts: float) -> float:
     """Bytes that a layer needs at most on a GPU for its gradients, beside what is kept of it or computed again.
 

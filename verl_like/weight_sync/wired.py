@@ -208,7 +208,7 @@ class WiredSender:
             place = self._num_buckets % _NUM_SLOTS
             slot = self._slots[place]
             if slot is None or slot.numel() < size:
-                self._slots[place] = None  # let go of the old one first
+                self._slots[place] = slot = None  # let go of the old one first
                 self._slots[place] = slot = self._memory(place, size)
             return slot
 

@@ -17,7 +17,7 @@ from verl_like.kit.forecast import sizing_page as sizing_docs
 from verl_like.kit.forecast.memory import GIB, Forecast, Machine, changed, forecast, largest_budget, remedies
 from verl_like.kit.forecast.sizing_page import shape_of
 from verl_like.models.cost import ModelCost
-from verl_like.models.memory import Path, Shape, activation_bytes
+from verl_like.models.memory import Path, Shape, activation_bytes, late_bytes
 from verl_like.trainer.compose import compose
 
 ONE, EIGHT = (Machine(on_cpu=False, world=world, capacity=80e9) for world in (1, 8))
@@ -74,9 +74,22 @@ def test_a_stage_by_hand(config: PPOConfig) -> None:
     pieces = at(config, EIGHT, stages | {f"{FSDP}.virtual_pipeline_size": 2}, "32B").phases["update_actor"]
     assert pieces["activations"] / update["activations"] == pytest.approx(5 / 4, rel=0.02)  # five passes of a half
     late = at(config, EIGHT, stages | {f"{FSDP}.pipeline_schedule": "zero_bubble"}, "32B").phases["update_actor"]
-    assert late["gradients"] == 4 * weights and late["activations"] > update["activations"]
+    sums, root = 4 * 32 * shape.layer_weights, 4 * (shape.vocab * shape.hidden + shape.hidden)
+    assert late["gradients"] == sums + root / 4  # those of the backward passes are summed over the shards each time
+    part = late_bytes(shape, Path(c=2)) * 32 * 16_384  # of one micro-batch, beside one micro-batch's activations
+    assert late["activations"] == part + activation_bytes(replace(shape, layers=32), Path(c=2), 16_384, 4096)
     saved = whole.phases["update_actor"]["gathered weights"] - update["gathered weights"]
     assert saved == 2 * shape.vocab * shape.hidden  # one of embedding and head, in bfloat16
+
+
+def test_buckets_to_another_process_are_counted_on_a_cpu_too(config: PPOConfig) -> None:
+    """Files of shared memory are its host's memory as well; within a process one tensor is on its way at a time."""
+    on_cpu, shape = replace(ONE, on_cpu=True), shape_of("1.5B")
+    hf = {"actor_rollout_ref.rollout.name": "hf", "actor_rollout_ref.rollout.dtype": "bfloat16"}
+    own = at(config, on_cpu, hf).phases["update_weights"]["buffers"]
+    apart = at(config, on_cpu, hf | {"actor_rollout_ref.rollout.server": True}).phases["update_weights"]["buffers"]
+    assert own == 2 * shape.vocab * shape.hidden
+    assert apart == 2 * 512 * 2**20 + 2 * 2 * shape.hidden * shape.inner  # two buckets, and two of a layer's tensors
 
 
 def test_gradients_that_wait_for_the_last_micro_batch_are_whole(config: PPOConfig) -> None:

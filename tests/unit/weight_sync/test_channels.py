@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +234,27 @@ def test_no_room_for_a_bucket(make: Make, pool: ThreadPoolExecutor, monkeypatch:
     with pytest.raises(OSError, match=r"no room for a bucket .* lower actor_rollout_ref.rollout.update_weights_bucket"):
         sender.send(HEADER, iter(SENT.items()))
     assert "has no room" in problem(done)
+
+
+def test_a_bucket_is_gone_when_a_larger_one_is_made(
+    make: Make, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sender has two at a time; the receiver alone may still see the old one, until it is told of the new one."""
+    own, seen = os.posix_fallocate, list[int]()
+
+    def counting(*arguments: Any) -> None:
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        removed = Counter(line.split(maxsplit=5)[5] for line in maps if RUN_ID in line and "(deleted)" in line)
+        seen.append(max(removed.values(), default=0))
+        own(*arguments)
+
+    monkeypatch.setattr(os, "posix_fallocate", counting)
+    sender, (receiver,) = make("ipc")
+    stream = {f"{i}": torch.zeros(60) for i in range(4)} | {"larger": torch.zeros(5000)}
+    done = pool.submit(taken, receiver)
+    sender.send(replace(HEADER, shapes={name: tensor.shape for name, tensor in stream.items()}), iter(stream.items()))
+    assert len(done.result(30)[1]) == len(stream)
+    assert seen == [0, 0, 1]  # mappings of one removed file
 
 
 def test_buckets_are_as_full_as_they_can_be() -> None:

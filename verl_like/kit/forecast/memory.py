@@ -215,19 +215,22 @@ def _sent_bytes(config: PPOConfig, shape: memory.Shape, machine: Machine, *, apa
     """Compute the bytes of the weights that are on their way to the rollout engine at once.
 
     A tensor at a time within a process. To another one two buckets, or one that holds all, and the tensor that is
-    gathered: the embedding first, when there is one bucket; a layer's, each beside the one before; the head. A tensor
-    that is larger than a bucket gets one of its size, or is sent from where it is to devices `apart`. On a CPU buckets
-    are files of shared memory, which are not counted.
+    gathered: the embedding first, when there is one bucket; a layer's, each beside the one before (spread experts by
+    owner), or with an adapter beside itself in float32 and the result; the head. A tensor that is larger than a bucket
+    gets one of its size, or is sent from where it is to devices `apart`. On a CPU buckets are files of shared memory.
     """
     rollout, c = config.actor_rollout_ref.rollout, _rollout_bytes(config, machine)
     whole, embedding = float(c * shape.all_weights), float(c * shape.vocab * shape.hidden)
     if rollout.load_format == "dummy_hf":
         return whole
-    if machine.on_cpu or not (apart or rollout.server or rollout.engine.own_process):
+    if not (apart or rollout.server or rollout.engine.own_process):
         return embedding
     bucket = min(rollout.update_weights_bucket_megabytes * 2.0**20, whole)
     first, second = bucket if apart else max(bucket, embedding), bucket if whole > bucket else 0.0
-    largest = c * max(shape.hidden * shape.inner, shape.expert_weights * 2 / 3)
+    model = config.actor_rollout_ref.model
+    merged = model.lora_rank > 0 and model.lora.merge
+    owners = 1 if merged else config.actor_rollout_ref.actor.fsdp_config.expert_parallel_size
+    largest = max(shape.hidden * shape.inner, shape.expert_weights * 2 / 3 / owners) * (c + 2.0 * merged)
     head = 0.0 if shape.tied else embedding + (0.0 if apart or not second else max(0.0, embedding - bucket))
     return first + max(embedding, second + 2 * largest, second + head)
 
