@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 
@@ -29,6 +30,7 @@ def test_all_command_lines_of_verl_compose(shared_data: Path) -> None:
     seen: list[PPOConfig] = []
     for command in (command for command in commands if command["kind"] == "sft"):
         run_main(seen.append, [OBJECTIVE, *of_script(command["argv"])])
+        assert importlib.import_module(command["module"].replace("verl.", "verl_like.", 1)).main is main
         plan = BatchPlan.build(seen[-1], 8, num_train_prompts=10_000)
         assert (list(plan.roles), plan.roles["actor"].updates_per_step) == (["actor"], 1)
     assert len(seen) == 7
