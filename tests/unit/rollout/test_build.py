@@ -15,6 +15,9 @@ from verl_like.rollout.build import require_heads, require_model
 KEY = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 
 
+SOME_WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+
+
 @pytest.mark.parametrize(
     ("name", "device", "heads", "kept", "size", "message"),
     [
@@ -68,6 +71,8 @@ WIDE = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
         ("gpt_oss", {}, {}, "cpu", r"name=vllm on device cpu, .*'gpt_oss': .* no kernel for its experts; set name=hf"),
         ("cohere2", {"sliding_window": 63}, {}, "cuda", r"name=vllm on device cuda, .*'cohere2': .*a token longer"),
         ("cohere2", {"sliding_window": 64}, {}, "cuda", ""),
+        ("qwen2_moe", SOME_WINDOWS, {}, "cuda", r"name=vllm with .*'qwen2_moe', some .* in all layers or in none; set"),
+        ("qwen2_moe", SOME_WINDOWS | {"layer_types": ["sliding_attention"] * 2}, {}, "cuda", ""),
     ],
 )
 def test_models_that_vllm_cannot_run(

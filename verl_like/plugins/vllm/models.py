@@ -35,6 +35,7 @@ _FIELDS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "lfm2": lambda config: {"conv_dim": config.hidden_size, "block_dim": config.hidden_size},
     "deepseek_v3": lambda config: {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
 }
+_ALL_OR_NONE = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")  # whose layers all have a window there, or none
 _DELTA_HEADS = (64, 128)  # sizes that its CPU kernel of the delta rule is made for
 
 
@@ -48,6 +49,11 @@ def require_model(rollout: RolloutConfig, config: PretrainedConfig, device_type:
     if (why := (NOT_ON_CPU if device_type == "cpu" or cut else NOWHERE).get(name)) is not None:
         raise ValueError(
             f"{section}.name=vllm on device {device_type}, with a model of type {name!r}: {why}; set name=hf"
+        )
+    if name in _ALL_OR_NONE and len(set(getattr(text, "layer_types", None) or ())) > 1:
+        raise ValueError(
+            f"{section}.name=vllm with a model of type {name!r}, some of whose layers have a sliding window: vLLM's "
+            "model of it has windows in all layers or in none; set name=hf"
         )
     # Layers of Mamba are called linear attention as well
     if device_type != "cpu" or getattr(text, "linear_key_head_dim", None) is None:
