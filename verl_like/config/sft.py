@@ -26,8 +26,8 @@ class SFTConfig(ConfigNode):
     """Column with one truth value for each message of the row: which of the assistant's are trained. Null: all, but
     for a message that says `train: false` itself."""
     enable_thinking_key: str = "enable_thinking"
-    """Column with the value of the chat template's enable_thinking for this row; files may have none of the
-    default's name."""
+    """Column with the value of the chat template's enable_thinking for this row, where its file has one. Another name
+    than the default must be in a file of data.train_files."""
     max_length: int = key(1024, at_least(2), unit="tokens")
     """Longest row, prompt and answers together; data.truncation says what becomes of a longer one: error, left (the
     end stays) or right (the start stays)."""

@@ -170,9 +170,7 @@ class TrainerConfig(ConfigNode):
     default_local_dir."""
     del_local_ckpt_after_load: bool = False
     """Delete a checkpoint after resuming from it."""
-    best_metric: str | None = key(
-        None, such_that(lambda name: name.startswith("val"), "name what a validation gives, as val-core/.../acc/mean@1")
-    )
+    best_metric: str | None = None
     """Validation metric, as val-core/openai/gsm8k/acc/mean@1: the checkpoint of the step with the best value is saved
     at once and not deleted; best_checkpoint.json in default_local_dir names it. Null: none."""
     best_mode: str = key("max", one_of("max", "min"), idle="best_metric is not set")

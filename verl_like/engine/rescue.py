@@ -47,10 +47,17 @@ Result = TypeVar("Result")
 
 
 _NOT_RESCUED = (
-    "The other ranks wait for this one in the middle of a pass, and nothing can be repeated. Go on from the last "
-    "checkpoint with a smaller actor_rollout_ref.actor.ppo_max_token_len_per_gpu (or ppo_micro_batch_size_per_gpu; the "
-    "critic has its own)"
+    "The other ranks wait for this one in the middle of the %s, and nothing can be repeated. Go on from the last "
+    "checkpoint with a smaller %s"
 )
+
+
+_KEYS = {  # by kind of pass
+    "update": "actor_rollout_ref.actor.ppo_max_token_len_per_gpu (or ppo_micro_batch_size_per_gpu; the critic has its "
+    "own)",
+    "forward pass": "log_prob_max_token_len_per_gpu of actor_rollout_ref.rollout and .ref (the critic and the reward "
+    "model have forward_max_token_len_per_gpu; or the like *_micro_batch_size_per_gpu)",
+}
 
 
 class OutOfMemory(Exception):
@@ -64,6 +71,7 @@ class Rescue:
         """shares: a token budget may hold more whole rows than fit, which begin alike (models/prefix_tree.py)."""
         self._sharding, self._alone, self._shares = sharding, alone, shares
         self._gathers_alone = self._in_model = False  # of the forward pass under way
+        self._joining = False  # the others, in what is left of a backward pass that failed here
         self._failed = False  # in a backward pass, of which the other ranks know nothing yet
         self._most: dict[str, int] = {}  # by kind of pass: tokens, or sequences, of a micro-batch
         self._apart: set[str] = set()  # kinds of pass whose budget counts every row whole
@@ -80,8 +88,8 @@ class Rescue:
             except OutOfMemory as error:
                 traceback.clear_frames(error.__traceback__)  # they hold the graph
             except Exception as error:
-                if is_out_of_memory(error) and not self._alone:
-                    error.add_note(_NOT_RESCUED)
+                if not self._alone and (is_out_of_memory(error) or self._joining):
+                    error.add_note(_NOT_RESCUED % (kind, _KEYS[kind]))
                 raise
             gc.collect()
             self._sharding.recover()
@@ -135,7 +143,9 @@ class Rescue:
             _note(error)
         if self._alone:
             raise OutOfMemory("a micro-batch's backward pass")
+        self._joining = True
         self._sharding.reduce_the_rest(graph)
+        self._joining = False
         self._failed = True
 
     def agree(self) -> None:

@@ -57,7 +57,8 @@ def replay_config(run: Path, step: int, overrides: Sequence[str], out: str) -> P
     actor, correction = tree["actor_rollout_ref"]["actor"], tree["algorithm"]["rollout_correction"]
     if tree["trainer"]["mode"] != "sync":  # its rows are there; what follows from the mode stays as it was
         settings["trainer.mode"] = "sync"
-        if actor["old_log_probs"] == "auto" and not correction["bypass_mode"]:
+        bypass = correction["bypass_mode"] or any("rollout_correction.bypass_mode" in one for one in overrides)
+        if actor["old_log_probs"] == "auto" and not bypass:
             settings["actor_rollout_ref.actor.old_log_probs"] = "recompute"
     if step > 1:
         before = step_dir(root, step - 1)

@@ -107,7 +107,8 @@ def tensor_plan(model: TokenModel, config: PretrainedConfig, size: int, key: str
             continue
         if not isinstance(module, nn.Linear):
             raise ValueError(f"{key}={size}: {name} of a {config.model_type!r} model is no linear layer; set it to 1")
-        linears[module] = found[0]
+        clamped = getattr(config, "clip_qkv", None) is not None and found[0] == "column_gathered"  # OLMoE, in place
+        linears[module] = "column_copied" if clamped else found[0]
         gathered.add(base.get_submodule(name.rpartition(".")[0]))
     if not linears:
         raise ValueError(

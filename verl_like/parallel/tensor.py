@@ -27,7 +27,7 @@ from verl_like.parallel.mesh import SplitAxis
 from verl_like.parallel.sharding import local_tensor
 from verl_like.parallel.ulysses import SequenceRanks
 
-Style = Literal["column", "row", "column_gathered", "row_from_whole"]
+Style = Literal["column", "row", "column_gathered", "column_copied", "row_from_whole"]
 """column: each rank has some outputs; row: some inputs. column_gathered: all ranks get all outputs; row_from_whole: the
 input is whole and each rank takes its part."""
 
@@ -130,8 +130,12 @@ def _column(_: SequenceRanks, linear: nn.Module, input: Tensor) -> Tensor:
 
 
 def _column_gathered(group: SequenceRanks, linear: nn.Module, input: Tensor) -> Tensor:
-    # A copy, no view: OLMoE clamps its queries in place (clip_qkv)
-    return _Gather.apply(_column(group, linear, input), group, -1).clone()
+    return _Gather.apply(_column(group, linear, input), group, -1)
+
+
+def _column_copied(group: SequenceRanks, linear: nn.Module, input: Tensor) -> Tensor:
+    """Gather the columns into a tensor that may be changed in place: no view."""
+    return _column_gathered(group, linear, input).clone()
 
 
 def _row(group: SequenceRanks, linear: nn.Module, input: Tensor) -> Tensor:
@@ -147,6 +151,7 @@ def _row_from_whole(group: SequenceRanks, linear: nn.Module, input: Tensor) -> T
 _FORWARDS: dict[Style, Callable[[SequenceRanks, nn.Module, Tensor], Tensor]] = {
     "column": _column,
     "column_gathered": _column_gathered,
+    "column_copied": _column_copied,
     "row": _row,
     "row_from_whole": _row_from_whole,
 }

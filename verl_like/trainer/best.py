@@ -63,8 +63,8 @@ class Best:
         if name is None or not any(key.startswith("val-") for key in metrics):
             return False
         if name not in metrics:
-            known = ", ".join(sorted(key for key in metrics if key.startswith("val-core/"))) or "none"
-            raise RunStopped(f"trainer.best_metric={name}: this validation gave no such number, but {known}")
+            known = ", ".join(sorted(key for key in metrics if key.startswith(("val-core/", "val/"))))
+            raise RunStopped(f"trainer.best_metric={name}: this validation gave no such number, but {known or 'none'}")
         if step in self._seen:
             return False
         self._seen[step] = metrics[name]

@@ -222,6 +222,13 @@ def _check_role(role: RoleConfig, facts: Facts) -> Iterator[str]:
         ),
         lambda: stages.check_stages(hf_config, role.fsdp, role.pipe_key),
     )
+    longest, positions = facts.known("max_model_len"), loading.num_positions(hf_config)
+    stretched = positions < getattr(hf_config.get_text_config(), "max_position_embeddings", positions)
+    if role.name != ACTOR and stretched and longest is not None and longest > positions:
+        yield (
+            f"{role.path_key}={model.path}: prompt plus response may have {longest} tokens, but "
+            f"{loading.tell_positions(hf_config)}; lower the lengths, or name another model"
+        )
     if role.name == REWARD:
         if facts.config.reward_model.worker_class is not None:
             return  # it may load what it likes

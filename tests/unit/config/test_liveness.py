@@ -34,7 +34,6 @@ SAMPLES: dict[str, Any] = {
     "trainer.full_determinism": True,
     "trainer.log_format": "json",
     "trainer.mode": "colocate_async",
-    "trainer.best_metric": "val-core/math/acc/mean@1",
     "trainer.objective": "sft",
     "preference.loss": "kto",
     "serve.isolation": "shared",

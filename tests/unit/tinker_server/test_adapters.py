@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
-from verl_like.plugins.tinker_server.adapters import Adapter, AdapterSpec, Places
+from verl_like.plugins.tinker_server.adapters import OPTIMIZER, Adapter, AdapterSpec, Places
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 11}
 DEVICE = torch.device("cpu")
@@ -82,3 +85,17 @@ def test_a_step_is_adamw_over_the_sum_of_the_passes(hf: LlamaForCausalLM) -> Non
         assert adapter.step(numbers | {"grad_clip_norm": clip})["grad_norm:mean"] == pytest.approx(float(norm))
         for weight, expected in zip(adapter.parameters(), plain, strict=True):
             torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_state_of_no_steps_that_holds_no_moments_is_read(hf: LlamaForCausalLM, tmp_path: Path) -> None:
+    """Servers before this one wrote an empty file where there was no step yet."""
+    places = Places(hf, head=True)
+    adapter = noisy(AdapterSpec(rank=2, seed=1), places)
+    adapter.save(tmp_path / "state", "base", optimizer=True)
+    save_file({}, tmp_path / "state" / OPTIMIZER)
+    again = Adapter.load(tmp_path / "state", DEVICE, optimizer=True)
+    for mine, theirs in zip(again.parameters(), adapter.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert again.optimizer is not None
+    for state in again.optimizer.state.values():
+        assert float(state["exp_avg"].abs().sum()) == 0 == float(state["step"])

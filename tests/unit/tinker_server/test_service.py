@@ -6,6 +6,7 @@ import asyncio
 import json
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -370,6 +371,20 @@ def test_a_session_that_ends_leaves_nothing_behind(tmp_path: Path) -> None:
             assert tenant.model not in server.engines.models
 
     run(go())
+
+
+def test_who_waits_for_requests_that_come_is_not_late() -> None:
+    queue = FairQueue()
+
+    def put(seq: int, came: float) -> None:
+        job = Job(request=str(seq), tenant="ann", kind="pass", session="", model="m", seq=seq, came=came)
+        queue.put(job)
+
+    put(5, 0.0)
+    assert [(job.seq, due) for job, due in queue.overdue(1.0)] == [(5, 1)]
+    put(1, time.monotonic())  # only now is the second due
+    assert not list(queue.overdue(1.0))
+    assert [(job.seq, due) for job, due in queue.overdue(time.monotonic() + 1)] == [(5, 2)]
 
 
 def test_who_has_had_least_is_next() -> None:

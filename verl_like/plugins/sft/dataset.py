@@ -58,10 +58,15 @@ class SFTDataset(PromptDataset):
         columns = {*more, *(name for name in named if name is not None)}
         super().__init__(data, files, tokenizer, split=split, seed=seed, vision=vision, columns=columns)
         self.encoder.continues = False
-        for file, key in itertools.product(self.files, ("response_key", "mask_key", "enable_thinking_key")):
-            if (name := getattr(sft, key)) not in (getattr(SFTConfig(), key), *file.rows.columns):
+        for file, key in itertools.product(self.files, ("response_key", "mask_key")):
+            if (name := getattr(sft, key)) is not None and name not in file.rows.columns:
                 there = ", ".join(file.rows.columns)
                 raise ValueError(f"sft.{key}={name}: {file.path} has no such column (it has: {there})")
+        name, there = sft.enable_thinking_key, sorted({each for file in self.files for each in file.rows.columns})
+        if split == "train" and self.files and name not in ("", SFTConfig().enable_thinking_key, *there):
+            raise ValueError(
+                f"sft.enable_thinking_key={name}: no file has such a column (they have: {', '.join(there)})"
+            )
 
     def messages(self, row: dict[str, Any], place: str) -> Messages:
         """Messages of a row, the answer with them, after data.system_prompt."""

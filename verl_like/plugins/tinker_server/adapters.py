@@ -337,8 +337,10 @@ class Adapter:
                 raise ValueError("this checkpoint holds no optimizer state; load it with optimizer=False")
             assert adapter.optimizer is not None
             states, each = load_file(folder / OPTIMIZER), [*adapter.optimizer.state.values()]
-            if states.keys() != {*_MOMENTS, "step"}:
+            if states and states.keys() != {*_MOMENTS, "step"}:
                 raise ValueError("this optimizer state was written by an earlier server; load it with optimizer=False")
+            if not states:  # a server before this one wrote none of an adapter without a step
+                return adapter
             for moment in _MOMENTS:
                 parts = states[moment].to(device).split([state[moment].numel() for state in each])
                 for state, part in zip(each, parts, strict=True):

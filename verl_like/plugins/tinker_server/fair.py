@@ -47,6 +47,7 @@ class FairQueue:
         self._had: dict[str, float] = {}  # tokens
         self._now = 0.0  # what the tenant had who was served last
         self.next_seq: dict[str, int] = {}
+        self._moved: dict[str, float] = {}  # when a model's next job became another
 
     def jobs(self) -> Iterator[Job]:
         """All that wait."""
@@ -63,7 +64,7 @@ class FairQueue:
     def overdue(self, before: float) -> Iterator[tuple[Job, int]]:
         """Yield jobs that wait since then for one of their model that is not there, and its number."""
         for model, early in self._early.items():
-            if early and (job := early[min(early)]).came < before:
+            if early and max((job := early[min(early)]).came, self._moved.get(model, job.came)) < before:
                 yield job, self.next_seq[model]
 
     def put(self, job: Job) -> None:
@@ -75,6 +76,7 @@ class FairQueue:
         early[job.seq] = job
         while (due := early.pop(self.next_seq.setdefault(job.model, 1), None)) is not None:
             self.next_seq[job.model] += 1
+            self._moved[job.model] = time.monotonic()
             self._make_ready(due)
 
     def pop(self, room: Mapping[str, int] | None = None) -> list[Job]:

@@ -22,7 +22,8 @@ from verl_like.plugins.tinker_server.wire import PROTOBUF
 
 logger = logging.getLogger(__name__)
 EVERYONE = "everyone"  # the tenant where there are no keys
-_CONFIG = {"sample_join_sampling_session": True}  # to a client other flags are off that are not named
+# Flags that are not named are off in any client
+_CONFIG = {"parallel_fwdbwd_chunks": True, "sample_join_sampling_session": True}
 _BINARY = ("sample", "forward", "forward_backward")  # whose results are protobuf
 _RUN, _CHECKPOINT = "training_runs/{model}", "training_runs/{model}/checkpoints/{kind}/{name}"
 

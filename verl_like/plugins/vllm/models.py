@@ -50,7 +50,9 @@ def require_model(rollout: RolloutConfig, config: PretrainedConfig, device_type:
         raise ValueError(
             f"{section}.name=vllm on device {device_type}, with a model of type {name!r}: {why}; set name=hf"
         )
-    if name in _ALL_OR_NONE and len(set(getattr(text, "layer_types", None) or ())) > 1:
+    some = name in _ALL_OR_NONE and len(set(getattr(text, "layer_types", None) or ())) > 1
+    # Its mixtures leave the windows out then; the others end the start
+    if some and (not name.endswith("_moe") or text.sliding_window < max_model_len):
         raise ValueError(
             f"{section}.name=vllm with a model of type {name!r}, some of whose layers have a sliding window: vLLM's "
             "model of it has windows in all layers or in none; set name=hf"
