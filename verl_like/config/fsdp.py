@@ -93,16 +93,17 @@ class FSDPConfig(ConfigNode):
     mixed_precision: MixedPrecisionConfig = section(MixedPrecisionConfig)
     """Precisions of the gradient reduction and of buffers."""
 
-    def sizes_of_mesh(self) -> dict[str, int]:
-        """Sizes by their names in `mesh.MeshSizes`: a role passes them on, whatever there is."""
-        return {
-            "fsdp_size": self.fsdp_size,
-            "context": self.context_parallel_size,
-            "tensor": self.tensor_parallel_size,
-            "expert": self.expert_parallel_size,
-            "pipe": self.pipeline_parallel_size,
-            "virtual": self.virtual_pipeline_size,
-        }
+
+def sizes_of_mesh(fsdp: FSDPConfig) -> dict[str, int]:
+    """Sizes by their names in `mesh.MeshSizes`: a role passes them on, whatever there is."""
+    return {
+        "fsdp_size": fsdp.fsdp_size,
+        "context": fsdp.context_parallel_size,
+        "tensor": fsdp.tensor_parallel_size,
+        "expert": fsdp.expert_parallel_size,
+        "pipe": fsdp.pipeline_parallel_size,
+        "virtual": fsdp.virtual_pipeline_size,
+    }
 
 
 def resolve_dtype(name: str, device_type: str) -> str:

@@ -14,7 +14,7 @@ from verl_like.config.actor import ActorConfig, ReplayMode, RouterConfig
 from verl_like.config.algorithm import AlgorithmConfig
 from verl_like.config.critic import CriticConfig
 from verl_like.config.distillation import TeacherModelConfig
-from verl_like.config.fsdp import FSDPConfig
+from verl_like.config.fsdp import FSDPConfig, sizes_of_mesh
 from verl_like.config.mesh import NAMES, MeshSizes
 from verl_like.config.micro_batches import Cut, cuts
 from verl_like.config.model import ModelConfig
@@ -119,7 +119,7 @@ class RoleConfig:
 
     def mesh(self, processes: int) -> MeshSizes:
         """Sizes of its mesh on so many processes."""
-        return MeshSizes(world=processes, copies=self.copies, ulysses=self.ulysses, **self.fsdp.sizes_of_mesh())
+        return MeshSizes(world=processes, copies=self.copies, ulysses=self.ulysses, **sizes_of_mesh(self.fsdp))
 
     def data_parallel(self, problems: list[str], processes: int, processes_text: str) -> int:
         """Number of groups of `ranks_per_row` among its pool's processes; what does not divide goes to `problems`."""

@@ -24,7 +24,7 @@ Kinds = frozenset[type]
 _NONE: Kinds = frozenset()
 PACKAGE = Path(__file__).resolve().parents[2]
 # Inside config/ only these use values; rules merely check them.
-_CONFIG_READERS = ("batch_plan.py", "distillation.py", "micro_batches.py", "placement.py", "roles.py")
+_CONFIG_READERS = ("batch_plan.py", "distillation.py", "fsdp.py", "micro_batches.py", "placement.py", "roles.py")
 
 
 @functools.cache
