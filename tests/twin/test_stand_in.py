@@ -66,7 +66,9 @@ torch.cuda.empty_cache()
 assert card.calls["empty_cache"] == 1
 """
 _FAKE = """
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+fake_tensor.init_gpu_context = lambda device: None  # in torch's CUDA build a real tensor on the device
 FakeTensorMode.avoid_device_init = property(lambda mode: True)
 with FakeTensorMode() as mode:
     x = torch.ones(4, 8, device="cuda")

@@ -127,7 +127,7 @@ def critic_case(config: PPOConfig, plain: PlainModel, rollouts: Rollouts, old: O
 def longest_row(hf_config: PretrainedConfig) -> tuple[int, str]:
     """Tokens of the longest row, beyond the sliding window where its attention scores fit, and what the table says."""
     text, wanted, note = hf_config.get_text_config(), LONG_ROW, ""
-    window = text.sliding_window if "sliding_window" in text else None
+    window = (text.sliding_window or None) if "sliding_window" in text else None  # Qwen2-MoE without has 0
     if window is not None and window + _BEYOND > wanted:
         needed = 12 * text.num_hidden_layers * text.num_attention_heads * (window + _BEYOND) ** 2
         reached = needed <= _SCORES_LIMIT
