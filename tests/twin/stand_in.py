@@ -151,6 +151,7 @@ def install(devices: int = 1, name: str = "NVIDIA H200", capacity: int = 139 << 
     it.host, it.defaults = Lane(0), [Lane(n) for n in range(devices)]
     about = SimpleNamespace(name=name, total_memory=capacity, major=9, minor=0, multi_processor_count=132, uuid="twin")
     constants = {"is_available": True, "is_initialized": True, "is_bf16_supported": True, "device_count": devices}
+    constants |= {"is_current_stream_capturing": False}  # which torch's CUDA build asks the driver
     constants |= {"get_device_name": name, "get_device_capability": (9, 0), "get_device_properties": about}
     nothing = ("_lazy_init", "init", "empty_cache", "ipc_collect", "manual_seed", "manual_seed_all")
     now, peak = lambda device=None: it.now[place(device)], lambda device=None: it.peak[place(device)]

@@ -300,7 +300,8 @@ def test_packed_attention_asks_the_kernel_that_is_there(
     def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         seen.append(options)
         bounds = [options[name] for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")]
-        output = varlen_attn(q, k, v, *bounds, window_size=options["window_size"], enable_gqa=True)
+        k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))  # torch 2.11 has no grouped queries here
+        output = varlen_attn(q, k, v, *bounds, window_size=options["window_size"])
         return (output, None) if package == "flash_attn_interface" else output
 
     real = importlib.util.find_spec
