@@ -73,6 +73,7 @@ WIDE = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
         ("cohere2", {"sliding_window": 64}, {}, "cuda", ""),
         ("qwen2_moe", SOME_WINDOWS, {}, "cuda", r"name=vllm with .*'qwen2_moe', some .* in all layers or in none; set"),
         ("qwen2_moe", SOME_WINDOWS | {"layer_types": ["sliding_attention"] * 2}, {}, "cuda", ""),
+        ("qwen2_moe", SOME_WINDOWS | {"sliding_window": 64}, {}, "cuda", ""),  # as long as the longest row
     ],
 )
 def test_models_that_vllm_cannot_run(

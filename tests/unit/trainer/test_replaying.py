@@ -97,3 +97,6 @@ def test_an_asynchronous_run_replays_as_it_was(own: dict[str, object], expected:
     config = replay_config(tmp_path, 1, [], str(tmp_path / "out"))
     assert (config.trainer.mode, config.actor_rollout_ref.actor.old_log_probs) == ("sync", expected)
     assert BatchPlan.build(config, 1).old_log_probs == BatchPlan.build(run, 1).old_log_probs
+    if expected == "recompute":  # what the command line asks for wins
+        config = replay_config(tmp_path, 1, ["algorithm.rollout_correction.bypass_mode=true"], str(tmp_path / "out"))
+        assert config.actor_rollout_ref.actor.old_log_probs == "auto"

@@ -149,6 +149,14 @@ def test_mistakes_that_do_not_need_each_other_do_not_hide_each_other(
         assert sum(words.format(folder=tmp_path) in text for text in found) == 1, (words, found)
 
 
+def test_a_critic_whose_rotation_changes_in_long_rows_is_refused(tmp_path: Path, tiny_model: Path) -> None:
+    """RoPE of type longrope: values of short rows would follow what is beside them."""
+    path = zoo.folder(tmp_path, "phi3", **zoo.telling("phi3"))
+    settings = {"algorithm.adv_estimator": "gae", "critic.model.path": path, "data.max_prompt_length": "64"}
+    found = told(tmp_path, tiny_model, settings)
+    assert any("critic.model.path" in text and "has 64 positions" in text for text in found), found
+
+
 def test_a_grader_that_never_returns_is_a_problem_beside_others(tmp_path: Path, tiny_model: Path) -> None:
     """And its time is waited for once."""
     arguments = "data_source, solution_str, ground_truth, extra_info=None"
