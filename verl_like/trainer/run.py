@@ -212,7 +212,7 @@ class Restarts:
     """Restarts of one run: at most trainer.max_restarts from the same checkpoint, each after twice the last wait.
 
     One that goes on with smaller micro-batches does not count among these, nor does it wait longer: it does not meet
-    the same failure again, and sizes end at single rows.
+    the same failure again, and sizes end at single rows, whose failure counts.
 
     lowered: by role, what the next start goes on with in place of the configuration's sizes.
     """
