@@ -24,6 +24,7 @@ from verl_like.cluster.ray_group import RayWorkerGroup
 from verl_like.cluster.resources import Allocation, ResourcesError, allocate
 from verl_like.cluster.watchdog import Watchdog
 from verl_like.cluster.worker_group import GroupStopped, WorkerDied, WorkerError, WorkerStalled, WorkerTimeout
+from verl_like.config.micro_batches import Lowered
 
 TOY = f"{__name__.rpartition('.')[0] + '.' if '.' in __name__ else ''}toy_worker:ToyWorker"
 pytestmark = pytest.mark.timeout(120)
@@ -150,6 +151,11 @@ class TestFailuresInBothGroups:
         assert "def boom" in caught.value.remote_traceback or "in boom" in caught.value.remote_traceback
         with pytest.raises(GroupStopped, match="stopped: worker rank 0"):
             broken.call_all("add", 1).wait()
+
+    def test_what_a_new_start_must_lower_comes_with_the_error(self, fresh: Callable[..., Group]) -> None:
+        with pytest.raises(WorkerError, match=r"run_out\(\): PassTooLarge: too much") as caught:
+            fresh().call_all("run_out").wait()
+        assert caught.value.lowered == Lowered(role="actor", most={"update": 50}, apart=frozenset({"update"}), count=1)
 
     def test_constructor_error_is_the_workers_own(self, fresh: Callable[..., Group]) -> None:
         with pytest.raises(WorkerError, match=r"failed in start\(\): RuntimeError: no weights in /nowhere"):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_like.cluster.worker_group import RankEnv
+from verl_like.config.micro_batches import Lowered, PassTooLarge
 from verl_like.heartbeat import advance, span
 
 THREADS_AT_IMPORT = os.environ.get("OMP_NUM_THREADS")
@@ -59,6 +60,9 @@ class ToyWorker:
     def double(self, batch: Any) -> Any:
         values_T = batch.values_T.repeat_interleave(2)
         return batch.replace(response_length_B=batch.response_length_B * 2, values_T=values_T)
+
+    def run_out(self) -> None:
+        raise PassTooLarge("too much", Lowered(role="actor", most={"update": 50}, apart=frozenset({"update"}), count=1))
 
     def boom(self) -> None:
         raise KeyError("missing thing")

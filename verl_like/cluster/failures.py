@@ -8,6 +8,7 @@ from typing import NoReturn
 
 from verl_like.cluster.rank_process import Outcome
 from verl_like.cluster.worker_group import WorkerDied, WorkerError
+from verl_like.config.micro_batches import Lowered
 
 # What torch.distributed says on a rank whose partner went away: an echo of another rank's failure.
 _ECHO_MARKS = (
@@ -30,12 +31,13 @@ class Failure:
     method: str
     kind: str  # the worker's exception class, or "died", "node" (the node's Ray is gone), "stopped", "transport"
     message: str
+    lowered: Lowered | None = None
     traceback: str = ""
     log_tail: str = ""
 
     @classmethod
     def of_outcome(cls, rank: int, method: str, outcome: Outcome) -> Failure:
-        own = {"traceback": outcome.traceback, "log_tail": outcome.log_tail}
+        own = {"traceback": outcome.traceback, "log_tail": outcome.log_tail, "lowered": outcome.lowered}
         return cls(rank=rank, method=method, kind=outcome.error_type, message=outcome.message, **own)
 
     @classmethod
@@ -99,6 +101,7 @@ def raise_for(
         ranks=[cause.rank, *(other.rank for other in others)],
         method=cause.method,
         error_type="" if cause.kind in _LOST else cause.kind,
+        lowered=cause.lowered,
         remote_traceback=cause.traceback,
         log_path=logs[cause.rank],
         log_tail=tails[cause.rank],

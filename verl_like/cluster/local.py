@@ -121,5 +121,6 @@ def _wrap(error: Exception, method: str) -> worker_group.WorkerError:
         rank=0,
         method=method,
         error_type=type(error).__name__,
+        lowered=worker_group.lowered_by(error),
         remote_traceback="".join(traceback.format_exception(error)),
     )

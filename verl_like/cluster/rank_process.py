@@ -25,7 +25,8 @@ from verl_like import heartbeat
 from verl_like.cluster.environment import free_port, omp_threads, process_environment
 from verl_like.cluster.janitor import cleanup_shm, start_janitor
 from verl_like.cluster.lifecycle import die_with_parent, leave_signals_to_driver, name_shared_memory, terminated
-from verl_like.cluster.worker_group import RankEnv, method_of, resolve_import_path
+from verl_like.cluster.worker_group import RankEnv, lowered_by, method_of, resolve_import_path
+from verl_like.config.micro_batches import Lowered
 from verl_like.gc_settings import starting
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class Outcome:
     value: Any = None
     error_type: str = ""
     message: str = ""
+    lowered: Lowered | None = None
     traceback: str = ""
     log_tail: str = ""
     asked_to_stop: bool = False  # this process got a SIGTERM
@@ -138,7 +140,8 @@ class RankProcess:
         log_tail = read_tail(self._log_path)  # without the traceback, which travels by itself
         text = "".join(traceback.format_exception(error))
         logger.info("failed:\n%s", text)
-        return Outcome(error_type=type(error).__name__, message=str(error), traceback=text, log_tail=log_tail)
+        told = {"error_type": type(error).__name__, "message": str(error), "lowered": lowered_by(error)}
+        return Outcome(**told, traceback=text, log_tail=log_tail)
 
 
 def last_collectives() -> dict[str, Any]:

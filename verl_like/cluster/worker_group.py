@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+from verl_like.config.micro_batches import Lowered, PassTooLarge
+
 RUN_ID_VARIABLE = "VERL_LIKE_RUN_ID"  # in the environment of every process of a run: lets clean-up find them
 
 
@@ -57,7 +59,8 @@ class WorkerError(RuntimeError):
     """A call to a worker group failed. The group is stopped: no later call can succeed.
 
     Attributes: `rank` of the first cause; `ranks`, all ranks concerned; `method`; `error_type`, the class name of the
-    worker's own exception; `remote_traceback`; `log_path` and `log_tail`, the worker's output file and its last lines.
+    worker's own exception; `lowered`, what a `PassTooLarge` gives a new start; `remote_traceback`; `log_path` and
+    `log_tail`, the worker's output file and its last lines.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class WorkerError(RuntimeError):
         method: str,
         ranks: Sequence[int] = (),
         error_type: str = "",
+        lowered: Lowered | None = None,
         remote_traceback: str = "",
         log_path: str = "",
         log_tail: str = "",
@@ -84,6 +88,7 @@ class WorkerError(RuntimeError):
         self.ranks = tuple(ranks) or (rank,)
         self.method = method
         self.error_type = error_type
+        self.lowered = lowered
         self.remote_traceback = remote_traceback
         self.log_path = log_path
         self.log_tail = log_tail
@@ -140,6 +145,11 @@ class WorkerGroup(Protocol):
     def shutdown(self) -> None:
         """Stop the workers. May be called twice."""
         ...
+
+
+def lowered_by(error: BaseException) -> Lowered | None:
+    """Return what a new start must do with smaller micro-batches to be spared this error; None for any other."""
+    return error.lowered if isinstance(error, PassTooLarge) else None
 
 
 def new_run_id() -> str:

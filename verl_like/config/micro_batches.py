@@ -2,12 +2,14 @@
 decides.
 
 A size that the user gives wins over the default of cutting by tokens; `*use_dynamic_bsz`, where it is given, wins over
-sizes. Units as in batch_plan.py.
+sizes. Units as in batch_plan.py. What a run has learned to be too large stands beside the keys, which stay as they are
+(`Lowered`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from verl_like.config.fsdp import FSDPConfig
 from verl_like.config.mesh import MeshSizes, tokens_together
@@ -28,8 +30,26 @@ class MicroBatchRule:
 
     def __str__(self) -> str:
         if self.max_tokens is not None:
-            return f"{self.max_tokens:,} tokens"
+            return f"{self.max_tokens:,} tokens{' of whole rows' * self.apart}"
         return f"{self.max_sequences:,} sequences"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lowered:
+    """Sizes that the micro-batches of one role have since memory ran out: for the rest of the run, new starts too."""
+
+    role: str
+    most: Mapping[str, int] = field(default_factory=dict)  # by kind of pass: tokens, or sequences, of a micro-batch
+    apart: frozenset[str] = frozenset()  # kinds of pass whose budget counts every row whole
+    count: int = 0  # times that memory ran out
+
+
+class PassTooLarge(MemoryError):
+    """Error of a pass that ran out of memory and cannot be repeated; a new start goes on with `lowered` instead."""
+
+    def __init__(self, text: str, lowered: Lowered) -> None:
+        super().__init__(text)
+        self.lowered = lowered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

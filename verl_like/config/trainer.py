@@ -125,7 +125,8 @@ class TrainerConfig(ConfigNode):
     kind. Null: only rpc_timeout counts."""
     max_restarts: int = key(0, at_least(0), unit="restarts")
     """Begin again from the newest checkpoint when worker processes, their node or their memory are lost, or do not
-    answer in time: at most so often from the same one. Set save_freq with it."""
+    answer in time: at most so often from the same one. Where a micro-batch did not fit into memory the new start has
+    smaller ones, and does not count. Set save_freq with it."""
     restart_delay: float = key(10.0, at_least(0), unit="s")
     """Wait before the first restart; twice as long before each further one from the same checkpoint, up to 600."""
     ray_wait_register_center_timeout: int = key(300, at_least(1), unit="s")

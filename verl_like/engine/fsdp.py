@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from verl_like.batch import Denominators, Experience, Metric, Sequences, merge_metrics
+from verl_like.config.micro_batches import Lowered
 from verl_like.engine import microbatch, packing_check
 from verl_like.engine.microbatch import Batch, Objective
 from verl_like.engine.optim import Schedule
@@ -54,6 +55,7 @@ class FSDPEngine(ShardedModel):
         shards are kept in the compute precision.
     num_schedule_steps: length of the learning-rate schedule, unless `optim.total_training_steps` sets another.
     tokenizer_size: token ids from here on are masked out of the softmax; None keeps the whole vocabulary.
+    lowered: sizes of micro-batches that an earlier start of the run had to lower.
     changes: how often the weights have changed, the same on all ranks.
     """
 
@@ -65,6 +67,7 @@ class FSDPEngine(ShardedModel):
         num_schedule_steps: int | None = None,
         tokenizer_size: int | None = None,
         seed: int = 1,
+        lowered: Lowered | None = None,
     ) -> None:
         schedule = None if role.optim is None else Schedule(role.optim, num_schedule_steps)
         super().__init__(role, process, schedule, tokenizer_size, seed)
@@ -75,7 +78,8 @@ class FSDPEngine(ShardedModel):
         moves = role.optim is not None and role.model.enable_activation_offload and self.device.type == "cuda"
         self._activations = ActivationOffload(self.device) if moves else None
         self._seed, self._updates = seed, 0  # updates since the schedule's last step
-        self._rescue = Rescue(self.sharding, alone=process.world_size == 1, shares=self.shares_prompts)
+        lowered = lowered or Lowered(role=role.name)
+        self._rescue = Rescue(self.sharding, lowered, alone=process.world_size == 1, shares=self.shares_prompts)
         self._segments: packing.Segments | None = None  # of the last pass
         self._l2_coeff = 0.0 if role.optim is None else role.optim.l2_coeff
         self._references: tuple[FSDPEngine, ...] = ()

@@ -12,15 +12,20 @@ would leave the others waiting. What can be rescued, therefore:
                                                           that it has not reached, with zeros for gradients. The flag
                                                           is that of the next forward pass; behind the last backward
                                                           pass there is one of its own
-    both, with Ulysses, context, tensor or    yes         no: other collectives run inside. The rank's error ends the
-    expert parallelism, full_kl or images                 run, and names the key to lower
-    all, with stages of a pipeline                        no: they are at different micro-batches
-    units inside of units                     yes         no: their order is another
-    backward pass with units smaller than a   yes         no: what is computed again gathers them in an order of its
-    block, or with fsdp_size=1                            own; a reduction between whole models is FSDP's alone
+    both, with Ulysses, context, tensor or    yes         by a new start: other collectives run inside
+    expert parallelism, full_kl or images
+    all, with stages of a pipeline                        by a new start: they are at different micro-batches
+    units inside of units                     yes         by a new start: their order is another
+    backward pass with units smaller than a   yes         by a new start: what is computed again gathers them in an
+    block, or with fsdp_size=1                            order of its own; a reduction between whole models is FSDP's
 
-The rescue needs FSDP2 and names of torch's that are not public (parallel/broken_pass.py; 2.11 and 2.13 have them);
-without them the error goes on as it is, as does one in the optimizer's step.
+A new start: the rank's error (`PassTooLarge`) ends the workers, and brings the driver the sizes to go on with. With
+trainer.max_restarts it begins again from the newest checkpoint, and gives them to the engine in place of this one
+(trainer/run.py); without, the run ends, and the error names the keys.
+
+In place the rescue needs FSDP2 and names of torch's that are not public (parallel/broken_pass.py; 2.11 and 2.13 have
+them); without them several ranks take a new start, and on one the error goes on as it is, as does one in the
+optimizer's step.
 """
 
 from __future__ import annotations
@@ -30,13 +35,14 @@ import logging
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from verl_like.batch import Metric, Sequences
-from verl_like.config.batch_plan import MicroBatchRule
+from verl_like.config.micro_batches import Lowered, MicroBatchRule, PassTooLarge
 from verl_like.parallel.dist import all_reduce_max
 from verl_like.parallel.fsdp import Sharding
 from verl_like.parallel.host_memory import is_out_of_memory
@@ -47,8 +53,9 @@ Result = TypeVar("Result")
 
 
 _NOT_RESCUED = (
-    "The other ranks wait for this one in the middle of the %s, and nothing can be repeated. Go on from the last "
-    "checkpoint with a smaller %s"
+    "out of memory in the %s, with micro-batches of %s: %s. The other ranks wait for this one in the middle of it, and "
+    "nothing can be repeated. With trainer.max_restarts the run goes on by itself from the newest checkpoint, with %s; "
+    "or give it a smaller %s"
 )
 
 
@@ -67,20 +74,24 @@ class OutOfMemory(Exception):
 class Rescue:
     """State of one engine's rescues: how large its micro-batches may be since memory ran out, and how often it did."""
 
-    def __init__(self, sharding: Sharding, *, alone: bool, shares: bool = False) -> None:
-        """shares: a token budget may hold more whole rows than fit, which begin alike (models/prefix_tree.py)."""
-        self._sharding, self._alone, self._shares = sharding, alone, shares
+    def __init__(self, sharding: Sharding, lowered: Lowered, *, alone: bool, shares: bool = False) -> None:
+        """Begin with what an earlier start of the run had to lower.
+
+        shares: a token budget may hold more whole rows than fit, which begin alike (models/prefix_tree.py).
+        """
+        self._sharding, self._sizes, self._alone, self._shares = sharding, lowered, alone, shares
         self._gathers_alone = self._in_model = False  # of the forward pass under way
         self._joining = False  # the others, in what is left of a backward pass that failed here
         self._failed = False  # in a backward pass, of which the other ranks know nothing yet
-        self._most: dict[str, int] = {}  # by kind of pass: tokens, or sequences, of a micro-batch
-        self._apart: set[str] = set()  # kinds of pass whose budget counts every row whole
-        self._count = 0
 
     def repeated(
         self, kind: str, rule: MicroBatchRule, batch: Sequences, attempt: Callable[[MicroBatchRule], Result]
     ) -> Result:
-        """Repeat attempt(rule) until it fits into memory, with smaller micro-batches each time (collective)."""
+        """Repeat attempt(rule) until it fits into memory, with smaller micro-batches each time (collective).
+
+        Raises PassTooLarge on a rank that must leave the others waiting, torch.OutOfMemoryError where micro-batches are
+        single rows already.
+        """
         while True:
             lowered = self._lowered(kind, rule)
             try:
@@ -88,14 +99,21 @@ class Rescue:
             except OutOfMemory as error:
                 traceback.clear_frames(error.__traceback__)  # they hold the graph
             except Exception as error:
-                if not self._alone and (is_out_of_memory(error) or self._joining):
-                    error.add_note(_NOT_RESCUED % (kind, _KEYS[kind]))
-                raise
+                if self._alone or not (is_out_of_memory(error) or self._joining):
+                    raise
+                smaller = self._smaller(kind, lowered, _longest(batch))  # of this rank: the others answer no more
+                told = kind, lowered, _first_line(error), self._lowered(kind, rule, smaller), _KEYS[kind]
+                raise PassTooLarge(_NOT_RESCUED % told, smaller) from error
             gc.collect()
             self._sharding.recover()
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
-            self._cut(kind, lowered, batch)
+            self._sizes = self._smaller(kind, lowered, all_reduce_max(_longest(batch)))
+            log.warning(
+                "out of memory: the %s begins again with micro-batches of %s instead of %s, and keeps them for the "
+                "rest of the run; the gradient is the same",
+                *(kind, self._lowered(kind, rule), lowered),
+            )
 
     @contextmanager
     def forward(self, *, gathers_alone: bool) -> Iterator[None]:
@@ -156,63 +174,63 @@ class Rescue:
 
     def forget(self) -> None:
         """Begin the next pass with micro-batches of the size that was asked for."""
-        self._most.clear()
-        self._apart.clear()
+        self._sizes = replace(self._sizes, most={}, apart=frozenset())
 
     def metrics(self) -> dict[str, Metric]:
         """Metrics once memory ran out.
 
         perf/out_of_memory: how often in this run; perf/lowered_micro_batch: size since then.
         """
-        if not self._count:
+        sizes = self._sizes
+        if not sizes.count:
             return {}
-        found = {"perf/out_of_memory": Metric(value=float(self._count), reduction="max")}
-        if "update" in self._most:
-            found["perf/lowered_micro_batch"] = Metric(value=float(self._most["update"]), reduction="max")
+        found = {"perf/out_of_memory": Metric(value=float(sizes.count), reduction="max")}
+        if "update" in sizes.most:
+            found["perf/lowered_micro_batch"] = Metric(value=float(sizes.most["update"]), reduction="max")
         return found
 
     def model_done(self) -> None:
         """Note that this forward pass has no collective left."""
         self._in_model = False
 
-    def _lowered(self, kind: str, rule: MicroBatchRule) -> MicroBatchRule:
-        most = self._most.get(kind)
+    def _lowered(self, kind: str, rule: MicroBatchRule, sizes: Lowered | None = None) -> MicroBatchRule:
+        sizes = sizes or self._sizes
+        most = sizes.most.get(kind)
         if most is None:
             return rule
         if rule.max_tokens is not None:
-            return MicroBatchRule(max_tokens=min(most, rule.max_tokens), apart=kind in self._apart)
+            return MicroBatchRule(max_tokens=min(most, rule.max_tokens), apart=kind in sizes.apart)
         return MicroBatchRule(max_sequences=min(most, rule.max_sequences or most))
 
-    def _cut(self, kind: str, rule: MicroBatchRule, batch: Sequences) -> None:
-        """Halve the size of micro-batches from now on; where rows share tokens, count each whole in the end.
+    def _smaller(self, kind: str, rule: MicroBatchRule, longest: int) -> Lowered:
+        """Halve the size of micro-batches; where rows share tokens, count each whole in the end.
 
-        Raises torch.OutOfMemoryError where micro-batches are single rows already.
+        longest: tokens of the longest row, under which no budget goes. Raises torch.OutOfMemoryError where
+        micro-batches are single rows already.
         """
-        longest = all_reduce_max(int(batch.num_tokens_B().max()) if len(batch) else 0)
-        size, least = (rule.max_sequences, 1) if rule.max_tokens is None else (rule.max_tokens, longest)
+        size, least = (rule.max_sequences, 1) if rule.max_tokens is None else (rule.max_tokens, max(1, longest))
         assert size is not None
-        if size <= least and rule.max_tokens is not None and self._shares and not rule.apart:
-            self._count += 1
-            self._most[kind] = size
-            self._apart.add(kind)
-            log.warning("out of memory: the %s begins again, %d tokens of whole rows at a time from now on", kind, size)
-            return
-        if size <= least:
-            raise torch.OutOfMemoryError(
-                f"out of memory with one row in a micro-batch (the longest has {longest:,} tokens): shorten "
-                "data.max_response_length, or see `verl-like plan` for what takes the memory"
-            )
-        self._count += 1
-        self._most[kind] = max(size // 2, least)
-        unit = "tokens" if rule.max_tokens is not None else "sequences"
-        log.warning(
-            "out of memory: the %s begins again with micro-batches of %d %s instead of %d, and keeps them for the rest "
-            "of the run; the gradient is the same",
-            *(kind, self._most[kind], unit, size),
+        sizes = replace(self._sizes, count=self._sizes.count + 1)
+        if size > least:
+            return replace(sizes, most={**sizes.most, kind: max(size // 2, least)})
+        if rule.max_tokens is not None and self._shares and not rule.apart:
+            return replace(sizes, most={**sizes.most, kind: size}, apart=sizes.apart | {kind})
+        raise torch.OutOfMemoryError(
+            f"out of memory with one row in a micro-batch (the longest has {longest:,} tokens): shorten "
+            "data.max_response_length, or see `verl-like plan` for what takes the memory"
         )
+
+
+def _longest(batch: Sequences) -> int:
+    """Tokens of the longest row; 0 without rows."""
+    return int(batch.num_tokens_B().max()) if len(batch) else 0
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _note(error: Exception) -> None:
     """Log the error, and let go of the tensors in its frames, which hold the graph."""
-    log.warning("out of memory: %s", (str(error).splitlines() or [type(error).__name__])[0])
+    log.warning("out of memory: %s", _first_line(error))
     traceback.clear_frames(error.__traceback__)

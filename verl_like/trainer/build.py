@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ from verl_like.cluster.lifecycle import StopFlag, graceful_interrupt
 from verl_like.cluster.worker_group import RUN_ID_VARIABLE
 from verl_like.config import PPOConfig
 from verl_like.config.errors import input_errors, problems_of, raise_if_any
+from verl_like.config.micro_batches import Lowered
 from verl_like.config.roles import ACTOR, ROLLOUT
 from verl_like.config.schema import to_dict
 from verl_like.data.dataset import Dataset, make_encoder
@@ -133,6 +134,7 @@ def started(
     kind: type[Loop] | None = None,
     *,
     again: bool = False,
+    lowered: Mapping[str, Lowered] | None = None,
 ) -> Iterator[Loop]:
     """Start a trainer whose workers live as long as the context.
 
@@ -143,6 +145,7 @@ def started(
         kind: the trainer's class; None: that of trainer.trainer_class.
         again: an earlier start of this run, which saved a checkpoint, was lost: resume from the newest checkpoint of
             this run's folder, whatever trainer.resume_mode says.
+        lowered: by role, sizes of micro-batches that earlier starts found too large.
     """
     config, inputs, plan = ready.config, ready, ready.plan
     inputs.tool_usage()  # what tools did in a step that was lost with an earlier start counts for no step
@@ -160,7 +163,7 @@ def started(
             stack.callback(checkpoints.close)
         sizes: dict[str, Any] = {"tokenizer_size": len(ready.tokenizer), "max_model_len": ready.max_model_len}
         own: dict[str, Any] = {"profile_dir": str(profile_dir(config)), "external_modules": external_modules()}
-        spec = WorkerSpec(config=config, plan=plan, **sizes, **own)
+        spec = WorkerSpec(config=config, plan=plan, lowered=dict(lowered or {}), **sizes, **own)
         engine = f", {config.actor_rollout_ref.rollout.name}" if config.trainer.objective == "rl" else ""
         with start_phase(f"{plan.world_size} worker(s): weights{engine}"):
             groups = stack.enter_context(workers(spec, ready.device))

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +22,7 @@ from verl_like.cluster.lifecycle import StopFlag, graceful_interrupt
 from verl_like.cluster.worker_group import WorkerDied, WorkerError, WorkerTimeout, new_run_id
 from verl_like.config import PPOConfig, TrainerConfig
 from verl_like.config.errors import ConfigError, RunStopped, input_errors, problems_of, raise_if_any
+from verl_like.config.micro_batches import Lowered
 from verl_like.config.schema import to_dict
 from verl_like.observe.environment import own_files, write_environment
 from verl_like.observe.logs import setup_driver_logging, told_in_a_line
@@ -42,7 +43,7 @@ from verl_like.trainer.workers import Launcher
 
 logger = logging.getLogger(__name__)
 
-_LOST = frozenset({"OutOfMemoryError", "MemoryError", "EngineLostError"})
+_LOST = frozenset({"OutOfMemoryError", "MemoryError", "PassTooLarge", "EngineLostError"})
 _LONGEST_S = 600.0
 _LOOK_S = 0.5  # how soon an interrupt ends a wait
 Wait = Callable[[float, StopFlag], None]
@@ -86,7 +87,7 @@ def _fit(config: PPOConfig, before: Callable[[], None] = lambda: None, **own: An
         restarts, stop = Restarts(run.ready.config.trainer), StopFlag()
         while True:
             try:
-                with run.started(again=restarts.saved) as trainer:
+                with run.started(again=restarts.saved, lowered=restarts.lowered) as trainer:
                     stop = trainer.stop
                     before()
                     try:
@@ -112,7 +113,7 @@ def opened(config: PPOConfig, *own: Any, **more: Any) -> Iterator[Loop]:
 
     Arguments and errors: see `_prepared`.
     """
-    with _prepared(config, *own, **more) as run, run.started(again=False) as trainer:
+    with _prepared(config, *own, **more) as run, run.started(again=False, lowered={}) as trainer:
         yield trainer
 
 
@@ -127,9 +128,10 @@ class _Run:
     began: tuple[float, float]
 
     @contextmanager
-    def started(self, *, again: bool) -> Iterator[Loop]:
+    def started(self, *, again: bool, lowered: Mapping[str, Lowered]) -> Iterator[Loop]:
         """Start the trainer; see `build.started`."""
-        with started(self.ready, self.launcher, self.confirm, self.kind, again=again) as trainer:
+        parts = (self.ready, self.launcher, self.confirm, self.kind)
+        with started(*parts, again=again, lowered=lowered) as trainer:
             began = (time.perf_counter(), cpu_seconds()) if again else self.began  # not what a lost start took
             processes = {"processes": trainer.plan.world_size, "device": self.ready.device}
             trainer.on_start = partial(_describe, trainer.config, began, run_id=self.launcher.run_id, **processes)
@@ -207,11 +209,17 @@ def _describe(config: PPOConfig, began: tuple[float, float], **run: Any) -> None
 
 
 class Restarts:
-    """Restarts of one run: at most trainer.max_restarts from the same checkpoint, each after twice the last wait."""
+    """Restarts of one run: at most trainer.max_restarts from the same checkpoint, each after twice the last wait.
+
+    One that goes on with smaller micro-batches does not count among these, nor does it wait longer: it does not meet
+    the same failure again, and sizes end at single rows, whose failure counts.
+
+    lowered: by role, what the next start goes on with in place of the configuration's sizes.
+    """
 
     def __init__(self, trainer: TrainerConfig, wait: Wait | None = None) -> None:
         self._trainer, self._wait = trainer, wait or wait_unless_stopped
-        self.count = 0  # of the whole run
+        self.count, self.lowered = 0, dict[str, Lowered]()  # of the whole run
         self._in_vain = 0  # since the newest checkpoint
         self._newest = self._checkpoint()
         root = Path(trainer.default_local_dir).expanduser()
@@ -232,13 +240,21 @@ class Restarts:
         newest = self._checkpoint()
         if newest != self._newest:
             self._newest, self._in_vain = newest, 0
-        if not is_loss(error) or self._in_vain >= self._trainer.max_restarts:
+        most, smaller = self._trainer.max_restarts, error.lowered
+        used_up = self._in_vain >= most if smaller is None else most == 0
+        if used_up or not is_loss(error):
             raise error
-        wait_s = min(self._trainer.restart_delay * 2**self._in_vain, _LONGEST_S)
-        self.count, self._in_vain = self.count + 1, self._in_vain + 1
+        if smaller is not None:
+            wait_s, which = self._trainer.restart_delay, "with smaller micro-batches"
+            self.lowered[smaller.role] = smaller
+        else:
+            wait_s = min(self._trainer.restart_delay * 2**self._in_vain, _LONGEST_S)
+            self._in_vain += 1
+            which = f"restart {self._in_vain} of {most}"
+        self.count += 1
         logger.error(
-            "%s\nbeginning again in %g s from %s (restart %d of %d: trainer.max_restarts)",
-            *(str(error).splitlines()[0], wait_s, self._beginning(), self._in_vain, self._trainer.max_restarts),
+            "%s\nbeginning again in %g s from %s (%s: trainer.max_restarts)",
+            *(str(error).splitlines()[0], wait_s, self._beginning(), which),
         )
         with graceful_interrupt() as stop:
             self._wait(wait_s, stop)

@@ -89,6 +89,7 @@ def build_engine(spec: WorkerSpec, process: ProcessInfo, name: str) -> FSDPEngin
         num_schedule_steps=None if role.optim is None else spec.plan.total_training_steps,
         tokenizer_size=spec.tokenizer_size if role.kind == "policy" else None,
         seed=spec.config.trainer.seed,
+        lowered=spec.lowered.get(name),
     )
     if isinstance(engine.model, PolicyModel):
         engine.model.save_entropy_memory(chunked=role.entropy_in_chunks, recomputed=role.recompute_entropy)

@@ -5,10 +5,12 @@ Picklable, the same for all ranks of a pool.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from verl_like.config import PPOConfig
 from verl_like.config.batch_plan import BatchPlan
+from verl_like.config.micro_batches import Lowered
 from verl_like.config.pools import MAIN_POOL
 
 
@@ -22,6 +24,7 @@ class WorkerSpec:
     external_modules: str = ""  # the driver's VERL_USE_EXTERNAL_MODULES
     pool: str = MAIN_POOL  # whose roles this process hosts
     replica: int = 0  # of a pool whose replicas are groups of their own
+    lowered: Mapping[str, Lowered] = field(default_factory=dict)  # by role: what an earlier start of this run learned
 
     @property
     def roles(self) -> tuple[str, ...]:

@@ -165,7 +165,8 @@ def gradient(
 ) -> dict[str, Tensor]:
     """Of one mini-batch, rescued where that is needed; and its loss."""
     batch = tiny.experience(16, seed=1)
-    mine, engine._rescue._most = batch.select(list(rows)), {}
+    mine = batch.select(list(rows))
+    engine._rescue.forget()
     whole = tiny.denominators(batch)
     metrics = engine._rescue.repeated(
         "update", rule, mine, lambda rule: engine.accumulate(mine, Objective(loss, whole, 1.0), rule)

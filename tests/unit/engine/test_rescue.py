@@ -16,7 +16,9 @@ from tests.unit.models import zoo
 from verl_like.batch import Denominators, Experience, Metric, pad_rows
 from verl_like.config.batch_plan import MicroBatchRule
 from verl_like.config.fsdp import FSDPConfig, WrapPolicyConfig
+from verl_like.config.micro_batches import Lowered, PassTooLarge
 from verl_like.engine.fsdp import FSDPEngine
+from verl_like.engine.rescue import Rescue
 from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
 from verl_like.parallel.host_memory import is_out_of_memory
 
@@ -169,6 +171,59 @@ def test_what_counts_as_out_of_memory() -> None:
     assert not is_out_of_memory(RuntimeError("shapes")) and not is_out_of_memory(ValueError("not enough memory"))
 
 
+KEYS = {
+    "update": (r"smaller actor_rollout_ref\.actor\.ppo_max_token_len_per_gpu \(or ppo_micro_batch_size_per_gpu",),
+    "forward pass": (
+        r"smaller log_prob_max_token_len_per_gpu of actor_rollout_ref\.rollout and \.ref",
+        r"the critic and the reward model have forward_max_token_len_per_gpu",
+    ),
+}
+
+
+def told_of(kind: str, rule: MicroBatchRule, sizes: Lowered, batch: Experience, shares: bool) -> PassTooLarge:
+    """What a rank that others wait for tells when memory runs out in the model."""
+    rescue = Rescue(None, sizes, alone=False, shares=shares)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(PassTooLarge) as caught:
+        rescue.repeated(kind, rule, batch, lambda rule: ask_for_too_much(LIMIT + 1))
+    return caught.value
+
+
+@pytest.mark.parametrize("kind", KEYS)
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_new_start_halves_until_rows_are_single(kind: str, shares: bool) -> None:
+    """Each start goes on with what the one before has told, other kinds of pass with what they had."""
+    batch, sizes = tiny.experience(6, seed=1, max_response=20), Lowered(role="critic", most={"other": 7}, count=1)
+    longest, seen = int(batch.num_tokens_B().max()), list[str]()
+    with pytest.raises(torch.OutOfMemoryError, match=f"one row in a micro-batch.*longest has {longest} tokens"):
+        while True:
+            told = told_of(kind, RULE, sizes, batch, shares)
+            sizes = told.lowered
+            assert all(re.search(key, str(told)) for key in KEYS[kind]) and "trainer.max_restarts" in str(told)
+            seen += re.findall(r"newest checkpoint, with ([^;]*)", str(told))
+            assert "can't allocate memory" in str(told)
+    halves = [size for size in (100, 50, 25, 12, 6) if size > longest] + [longest]
+    assert seen == [f"{size} tokens" for size in halves] + [f"{longest} tokens of whole rows"] * shares
+    assert sizes == Lowered(
+        role="critic",
+        most={"other": 7, kind: longest},
+        apart=frozenset({kind} if shares else ()),
+        count=1 + len(seen),
+    )
+    by_count = told_of(kind, MicroBatchRule(max_sequences=5), Lowered(role="critic"), batch, shares)
+    assert by_count.lowered.most == {kind: 2} and "with 2 sequences" in str(by_count)
+
+
+def test_an_engine_begins_with_what_an_earlier_start_had_to_lower(process: ProcessInfo, tmp_path: Path) -> None:
+    """As if the keys of the update had been so small; the sizes go on to be told."""
+    path, rows = tiny.model_folder(tmp_path), list(range(24))
+    small = step(tiny.build_engine(process, path), tiny.PolicyLoss(), rows, MicroBatchRule(max_tokens=30))
+    lowered = Lowered(role="actor", most={"update": 30}, count=3)
+    later = step(tiny.build_engine(process, path, lowered=lowered), tiny.PolicyLoss(), rows)
+    tiny.assert_same(small[0], later[0], 1e-6)
+    assert later[1]["perf/micro_batches"] == small[1]["perf/micro_batches"]
+    assert (later[1]["perf/out_of_memory"], later[1]["perf/lowered_micro_batch"]) == (3, 30)
+
+
 def on_two_ranks(process: ProcessInfo, path: str) -> tuple[Any, list[Any], dict[str, Any]]:
     """(without a fault, with one in rank 1's forward pass or loss, with those of `broken_passes.CASES`)."""
     rows, found = list(range(24))[process.rank :: 2], []
@@ -213,19 +268,22 @@ def not_rescued(process: ProcessInfo, paths: dict[str, str], name: str) -> str:
     loss = plant(engine, where) if process.rank == 1 else tiny.PolicyLoss()
     try:
         step(engine, loss, list(range(24)) if shared else list(range(24))[process.rank :: 2])
+    except PassTooLarge as error:
+        return f"{error} {error.lowered}"
     except RuntimeError as error:  # of rank 0: rank 1 has gone
-        return " ".join([str(error), *getattr(error, "__notes__", [])])
+        return str(error)
     return ""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NOT_RESCUED)
 def test_what_is_not_rescued_ends_both_ranks(tmp_path: Path, name: str) -> None:
-    """The error names the key to lower."""
+    """The error names the key to lower, and holds the size that a new start goes on with."""
     plain = tiny.model_folder(tmp_path, num_attention_heads=4, num_key_value_heads=2)
     paths = {"plain": plain, "experts": zoo.folder(tmp_path / "experts", "qwen3_moe")}
     told = tiny.spawn_ranks(2, not_rescued, tmp_path, paths, name)
-    assert re.search(r"The other ranks wait .* smaller \S*ppo_max_token_len_per_gpu", told[1]) and told[0]
+    assert re.search(r"The other ranks wait .* with 100 tokens; .* smaller \S*ppo_max_token_len_per_gpu", told[1])
+    assert "most={'update': 100}" in told[1] and "count=1" in told[1] and told[0]
 
 
 def loss_on_an_axis(process: ProcessInfo, paths: dict[str, str], axis: str) -> tuple[Any, Any]:

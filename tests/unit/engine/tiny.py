@@ -150,7 +150,7 @@ class ValueLoss:
 def build_engine(process: ProcessInfo, path: str, *, kind: str = "policy", **changes: Any) -> FSDPEngine:
     model_keys = {"enable_gradient_checkpointing": False} | changes.pop("model", {})
     sizes: dict[str, Any] = {"num_schedule_steps": 10, "tokenizer_size": VOCAB, "seed": 3}
-    sizes |= {name: changes.pop(name) for name in sizes if name in changes}
+    sizes |= {name: changes.pop(name) for name in (*sizes, "lowered") if name in changes}
     settings: dict[str, Any] = {
         "kind": kind,
         "model": ModelConfig(path=path, **model_keys),

@@ -14,6 +14,7 @@ import torch
 from verl_like.checkpoint.layout import commit, forget, prepare_step_dir, write_trainer_state
 from verl_like.cluster.worker_group import GroupStopped, WorkerDied, WorkerError, WorkerTimeout
 from verl_like.config import TrainerConfig
+from verl_like.config.micro_batches import Lowered
 from verl_like.trainer.run import Restarts, is_loss
 
 
@@ -75,6 +76,34 @@ def test_waits_double_and_end_unless_a_checkpoint_is_new(tmp_path: Path) -> None
     checkpoint(tmp_path, 4)
     again.wait_before_next(died())
     assert (waits, again.count) == ([3.0, 6.0, 3.0], 3)
+
+
+def too_large(role: str, size: int, count: int) -> WorkerError:
+    lowered = Lowered(role=role, most={"update": size}, count=count)
+    about = {"method": f"{role}.update", "error_type": "PassTooLarge", "lowered": lowered}
+    return WorkerError("worker rank 1 of 2 failed: out of memory", rank=1, **about)
+
+
+def test_starts_with_smaller_micro_batches_are_not_in_vain(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They neither count among trainer.max_restarts nor wait longer; a role goes on with its last sizes."""
+    again, waits = restarts(tmp_path, 1)
+    for role, size, count in (("actor", 100, 1), ("critic", 80, 1), ("actor", 50, 2)):
+        again.wait_before_next(too_large(role, size, count))
+    again.wait_before_next(died())
+    again.wait_before_next(too_large("actor", 25, 3))
+    assert {name: (each.most["update"], each.count) for name, each in again.lowered.items()} == {
+        "actor": (25, 3),
+        "critic": (80, 1),
+    }
+    assert (waits, again.count) == ([3.0] * 5, 5)
+    assert caplog.text.count("(with smaller micro-batches: trainer.max_restarts)") == 4
+    assert caplog.text.count("(restart 1 of 1: trainer.max_restarts)") == 1
+    with pytest.raises(WorkerDied):
+        again.wait_before_next(died())
+    never, _ = restarts(tmp_path, 0)
+    with pytest.raises(WorkerError, match="out of memory"):
+        never.wait_before_next(too_large("actor", 100, 1))
+    assert not never.lowered
 
 
 def test_without_the_key_the_first_loss_ends_the_run(tmp_path: Path) -> None:
