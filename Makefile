@@ -55,7 +55,7 @@ gpu-report: setup ## what only a CUDA device can tell (docs/gpu_checks.md), in p
 twin-wheels: setup ## look up what is used of vLLM, SGLang, FlashAttention, Liger in their GPU wheels: downloads 1.5 GB, keeps none
 	$(PY) -m tests.twin.wheels $(ARGS)
 
-twin-cuda: ## the twin on the versions for cards (Python 3.12, torch CUDA build, no device), whole steps left out: 6 GB into .venv-cuda
+twin-cuda: ## the twin on the versions for cards (Python 3.12, torch CUDA build, no device): 6 GB into .venv-cuda
 	@test -x .venv-cuda/bin/python || $(PYTHON_CUDA) -m venv .venv-cuda
 	.venv-cuda/bin/python -m pip install -q --disable-pip-version-check -c constraints/cuda.txt setuptools torchvision -e ".[dev,liger]"
 	OMP_NUM_THREADS=1 .venv-cuda/bin/python -m pytest $(PARALLEL) tests/twin tests/unit/models/test_fused_triton.py $(ARGS)

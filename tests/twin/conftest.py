@@ -1,9 +1,9 @@
 """The twin's command, run for lists of cases; each list is one process that imports torch behind the native library.
 
 The GPU twin is what of the CUDA code can be shown on a machine without a card. stand_in.py: what Python asks of
-torch.cuda, answered by a record of streams, events and memory. native.cpp, native.py: what torch's C++ asks of CUDA.
-mode.py: fake tensors, and counts of what the device would do. world.py: ranks that are fake, or a few that agree for
-real.
+torch.cuda, answered by a record of streams, events and memory. native.cpp, native.py: what torch's C++ asks of CUDA,
+in torch's CPU build and in its CUDA build. mode.py: fake tensors, and counts of what the device would do. world.py:
+ranks that are fake, or a few that agree for real.
 """
 
 from __future__ import annotations

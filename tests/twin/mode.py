@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
@@ -63,6 +64,7 @@ class Twin(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        fake_tensor.init_gpu_context = lambda device: None  # in torch's CUDA build a real tensor on the device
         FakeTensorMode.avoid_device_init = property(lambda _: True)  # type: ignore[assignment]
         torch.UntypedStorage.resize_ = _resizing(self, torch.UntypedStorage.resize_)  # type: ignore[method-assign]
         FakeTensor.tolist = lambda tensor: tensor.cpu().tolist()  # type: ignore[method-assign]

@@ -1,7 +1,10 @@
-// A CUDA without a card: a device guard and hooks that do nothing, so that fake tensors on "cuda" run backward in a
-// CPU build of torch. Loaded before torch, which looks the hooks up once (native.py).
+// A CUDA without a card: a device guard and hooks that do nothing, so that fake tensors on "cuda" run backward in any
+// build of torch. Loaded before torch, which looks the hooks up once (native.py). torch's CUDA build has both itself:
+// of two hooks it takes those of higher priority; what it sets while it is loaded is replaced behind it, by twin_enter.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/native/transformers/attention.h>
+#include <ATen/native/transformers/sdp_utils_cpp.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <cstdlib>
 
@@ -42,10 +45,17 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeStream(const c10::Stream&) const override {}
 };
 
+// What a card takes where there is a mask; torch's own choice asks for the card's properties.
+int64_t attention_of(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double,
+                     bool, std::optional<double>, bool) {
+  return static_cast<int64_t>(sdp::SDPBackend::efficient_attention);
+}
+
 }  // namespace
 
-namespace c10::impl {
-static DeviceGuardImplRegistrar twin_guard(c10::DeviceType::CUDA, new Guard());
+extern "C" void twin_enter() {
+  c10::impl::registerDeviceGuard(c10::DeviceType::CUDA, new Guard());
+  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(attention_of);
 }
 
 namespace at {
@@ -69,6 +79,6 @@ struct CUDAHooks : CUDAHooksInterface {
   Generator getNewGenerator(DeviceIndex = -1) const override { return make_generator<CPUGeneratorImpl>(); }
 };
 
-REGISTER_CUDA_HOOKS(CUDAHooks)
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks)
 
 }  // namespace at

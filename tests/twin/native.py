@@ -18,17 +18,16 @@ SOURCE = Path(__file__).with_name("native.cpp")
 
 def missing() -> str:
     """Name what the twin needs and this machine lacks, in a word; "" where nothing is missing."""
-    torch = importlib.util.find_spec("torch")
-    if torch is not None and torch.origin is not None and list(Path(torch.origin).parent.glob("lib/libtorch_cuda.so")):
-        return "torch's CPU build: the CUDA build has hooks of its own"
     return "" if _compiler() else "a C++ compiler (g++ or clang++)"
 
 
 def load() -> None:
-    """Compile the library unless it is there (5 seconds), and load it. Raises RuntimeError where torch came first."""
+    """Load the library, compiled unless it is there (5 s), and torch. Raises RuntimeError where torch came first."""
     if "torch" in sys.modules:
         raise RuntimeError("the twin's library must be loaded before torch: load it first")
-    ctypes.CDLL(str(_library()), mode=ctypes.RTLD_GLOBAL)
+    library = ctypes.CDLL(str(_library()), mode=ctypes.RTLD_GLOBAL)
+    importlib.import_module("torch")
+    library.twin_enter()
 
 
 def _compiler() -> str | None:

@@ -28,7 +28,8 @@ _ops = torch.ops.twin
 # One kernel where there is one for the device. torch's CPU build has none for CUDA, and would take it apart into seven
 # operators with as many results, which a card never holds.
 _of_torch = torch.library.Library("aten", "IMPL")
-_of_torch.impl("silu_backward", lambda grad, gate: torch.empty_like(gate), "CUDA")
+if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::silu_backward", "CUDA"):
+    _of_torch.impl("silu_backward", lambda grad, gate: torch.empty_like(gate), "CUDA")
 
 
 def _normaliser(q: Tensor) -> Tensor:
