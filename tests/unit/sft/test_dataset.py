@@ -279,7 +279,7 @@ def test_a_start_counts_the_rows_that_are_left_and_tells_faults_of_both_sets(tmp
     with ExitStack() as stack, pytest.raises(ConfigError) as caught:
         prepare(compose([*words, *best, f"data.val_files={bad}"]), stack)
     assert [text.partition(" rows ")[0] for text in caught.value.problems] == [
-        "trainer.best_metric=val/los: a validation of this run gives val/loss, and val-core/...",
         "data.train_files: 1 of 3",
         "data.val_files: 1 of 2",
+        "trainer.best_metric=val/los: a validation of this run gives val/loss, val-core/...",
     ]
