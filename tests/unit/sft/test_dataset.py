@@ -106,6 +106,12 @@ def test_a_column_that_is_named_must_be_there(tmp_path: Path, tokenizer: Any, ke
         dataset(tokenizer, file, {key: "thinkng"})
 
 
+def test_columns_of_a_prompt_and_its_answer_are_told_with_their_keys(tmp_path: Path, tokenizer: Any) -> None:
+    file = write(tmp_path / "rows.jsonl", {"instruction": "1+1=", "input": "", "output": "2"})
+    with pytest.raises(ValueError, match=r"no column 'messages'.*: data.prompt_key=instruction data.response_key=out"):
+        dataset(tokenizer, file, {})
+
+
 @pytest.mark.parametrize(
     ("messages", "fault"),
     [

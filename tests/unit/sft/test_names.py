@@ -50,6 +50,7 @@ def test_all_command_lines_of_verl_compose(shared_data: Path) -> None:
         (["data.multiturn.enable=False"], "sft.response_key", "answer"),
         (["data.response_key=a", "data.multiturn.enable=True"], "sft.response_key", None),
         (["trainer.test_freq=after_each_epoch"], "trainer.test_each_epoch", True),
+        (["trainer.save_freq=after_each_epoch"], "trainer.save_freq", None),  # after the last step too
         (["checkpoint.save_contents=[model]", "checkpoint.load_contents=${checkpoint.save_contents}"],
          "actor_rollout_ref.actor.checkpoint.load_contents", ["model"]),
         (["engine.tensor_parallel_size=2"], "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size", 2),
