@@ -206,7 +206,7 @@ def check_models(config: PPOConfig, facts: Facts) -> Iterator[str]:
     """Check tokenizer and models: places, files, kinds, sizes, modules that keys name, backends, a compiler."""
     yield from facts.missing.values()
     for path, key in {role.model.path: role.model_section for role in reversed(roles_of(config).values())}.items():
-        if not loading.has_weights(path):
+        if (f"{key}.path", path) not in facts.missing and not loading.has_weights(path):
             what = "%s.path=%s HOLDS NO WEIGHTS: THEY WILL BE RANDOM. Where that is not meant, download the model again"
             logger.warning(what, key, path)
     yield from problems_of(

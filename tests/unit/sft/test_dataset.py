@@ -106,10 +106,15 @@ def test_a_column_that_is_named_must_be_there(tmp_path: Path, tokenizer: Any, ke
         dataset(tokenizer, file, {key: "thinkng"})
 
 
-def test_columns_of_a_prompt_and_its_answer_are_told_with_their_keys(tmp_path: Path, tokenizer: Any) -> None:
+def test_columns_of_a_prompt_and_its_answer_are_told_with_their_keys(
+    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     file = write(tmp_path / "rows.jsonl", {"instruction": "1+1=", "input": "", "output": "2"})
     with pytest.raises(ValueError, match=r"no column 'messages'.*: data.prompt_key=instruction data.response_key=out"):
         dataset(tokenizer, file, {})
+    found = DataConfig(prompt_key="instruction", default_data_source="sft")
+    SFTDataset(found, file, tokenizer, split="train", sft=SFTConfig(response_key="output"))
+    assert "data.train_files: the columns input are not read: put what they say into the prompt" in caplog.text
 
 
 @pytest.mark.parametrize(

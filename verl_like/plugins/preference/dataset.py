@@ -197,7 +197,10 @@ class PreferenceDataset(Items, SFTDataset):
         keys, column = (self.preference.chosen_key, self.preference.rejected_key), self.data.prompt_key
         one, other = (_opened(row.get(key)) for key in keys)
         if self._labelled or type(one) is not type(other) or not isinstance(one, str | list):
-            raise ValueError(f"there is no prompt in the column {column} (data.prompt_key)")
+            has = ", ".join(name for name, cell in row.items() if cell is not None)
+            raise ValueError(
+                f"there is no prompt in the column {column}: name it by data.prompt_key (the row has {has})"
+            )
         if isinstance(one, str) and self.encoder.has_template:
             raise ValueError(
                 f"{keys[0]} and {keys[1]} are texts, and their prompt is not in a column {column}: name it by "
