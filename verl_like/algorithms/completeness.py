@@ -39,7 +39,7 @@ def complete(
         reward_model: names the values of the reward function; None means that none is read.
         actor: names the value of the data set that weighs rows; None means that none is read.
     """
-    returned, given = _of_reward_function(algorithm, reward_model), _of_data(algorithm, actor)
+    returned, given = of_reward_function(algorithm, reward_model), _of_data(algorithm, actor)
     penalty = reward_model and reward_model.failure_penalty
     score_B, valid_B, failures = scores.score_B.clone(), scores.valid_B.clone(), list(scores.failures)
     for i in valid_B.nonzero().flatten().tolist():
@@ -53,8 +53,8 @@ def complete(
     return scores.replace(score_B=score_B, valid_B=valid_B, failures=failures)
 
 
-def _of_reward_function(algorithm: AlgorithmConfig, reward_model: RewardModelConfig | None) -> dict[str, str]:
-    """Map the name of each value that the reward function must return to the key that names it."""
+def of_reward_function(algorithm: AlgorithmConfig, reward_model: RewardModelConfig | None) -> dict[str, str]:
+    """Map the name of each number that the reward function must return to the key that names it."""
     wanted = dict.fromkeys(component_names(algorithm), "algorithm.gdpo_reward_keys")
     if (rules := algorithm.filter_groups).enable and rules.metric not in (None, "score", *SHAPED_REWARDS):
         wanted[rules.metric] = "algorithm.filter_groups.metric"

@@ -30,7 +30,7 @@ from typing import Any
 
 # Project -> its table. The order is that in which a name is looked up for a hint.
 PROJECTS = {"ROLL": "roll", "Colossal-RL": "colossal", "TRL": "trl", "OpenRLHF": "openrlhf"}
-VERL = "verl"
+VERL, SFT = "verl", "sft"  # of its main_ppo, and of its sft_trainer
 _SHORT = {name.upper(): f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout", "model")}
 _SHORT["CORRECTION"] = "algorithm.rollout_correction"
 _A, _R = _SHORT["ACTOR"], _SHORT["REF"]

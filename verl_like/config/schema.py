@@ -9,6 +9,7 @@ import os
 import re
 import textwrap
 import threading
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -16,7 +17,7 @@ from typing import Any, get_args, get_origin
 
 from verl_like.config.base import ConfigNode, Range
 from verl_like.config.errors import raise_if_any
-from verl_like.config.names import foreign_hint
+from verl_like.config.names import MISSING, SFT, VERL, foreign_hint, table
 from verl_like.config.ppo import PPOConfig
 
 
@@ -107,22 +108,42 @@ def find_key(path: str) -> Key | None:
     return None
 
 
-def suggest(path: str) -> str:
+def suggest(path: str, objective: str = "ppo") -> str:
     """Suggestion for an unknown key, as text for an error message.
 
-    The nearest known key, or what a name of ROLL's or Colossal-RL's is called here; silence is better than a key that
-    has only a word like `enable` in common.
+    The nearest known key or name of verl's, or what a name of ROLL's or Colossal-RL's is called here; silence is better
+    than a key that has only a word like `enable` in common. objective: that of the run, whose own names count.
     """
     section, _, name = path.rpartition(".")
-    misspelt = _misspelt(path) if section else None
-    whole = _ending(path) or _below(section, name) if section else None
+    spelled = _verl_names(objective != "ppo")
+    misspelt = _misspelt(path, (*keys(), *sections(), *spelled) if section else spelled)
+    whole = (
+        own
+        if (own := f"{objective}.{name}") in keys()
+        else (_ending(path) or _below(section, name) if section else None)
+    )
     if misspelt is not None and misspelt.endswith(f".{name}"):  # only the section is misspelt
         whole = whole or misspelt
-    foreign = None if whole else _foreign(path.split("."))
+    foreign = None if whole or misspelt in spelled else _foreign(path.split("."))
     nearest = whole or misspelt or _nearest(section, name)
     if foreign is not None and not ("no counterpart" in foreign and (nearest or "").endswith(f".{path}")):
         return f"; {foreign}"
+    if nearest is None and (other := _misspelt(path, _verl_names(True))):
+        return f"; {other} is a name of verl's sft_trainer: `verl-like sft` has it"
     return f"; did you mean {nearest}?" if nearest else "; docs/configuration.md lists all keys"
+
+
+@cache
+def _verl_names(supervised: bool) -> tuple[str, ...]:
+    """Names that verl's main_ppo, or also its sft_trainer, has and ours accept; `model.**` as what is below it here."""
+    found: list[str] = []
+    for row in (*table(VERL), *(table(SFT) if supervised else ())):
+        names = [text.partition("=")[0] for text in row.texts() if row.kind != MISSING]
+        found += [name for name in names if "*" not in name]
+        for start in (name.removesuffix("**") for name in names if row.keys and name.endswith(".**")):
+            below = row.keys[0].partition("\\")[0]
+            found += [start + key.removeprefix(below) for key in keys() if key.startswith(below)]
+    return tuple(found)
 
 
 def _foreign(parts: list[str]) -> str | None:
@@ -137,15 +158,15 @@ def _ending(path: str) -> str | None:
     return next((key for key in (*keys(), *sections()) if key.endswith("." + path)), None)
 
 
-def _misspelt(path: str) -> str | None:
-    """The known key that is near in each of its parts."""
+def _misspelt(path: str, names: Iterable[str]) -> str | None:
+    """The name that is near in each of its parts; of several equal ones the first."""
     parts = path.split(".")
     near = [
         (sum(ratios), key)
-        for key in (*keys(), *sections())
+        for key in names
         if len(known := key.split(".")) == len(parts) and min(ratios := list(map(_likeness, parts, known))) >= 0.75
     ]
-    return max(near)[1] if near else None
+    return max(near, key=lambda each: each[0])[1] if near else None
 
 
 def _likeness(typed: str, known: str) -> float:

@@ -94,6 +94,10 @@ def _wanted(data: DataConfig) -> set[str]:
     return always | {name for name in named if name is not None}
 
 
+# Columns of a prompt and its answer in public data sets
+_PAIRS = (("prompt", "completion"), ("prompt", "response"), ("instruction", "output"), ("question", "answer"))
+
+
 def prompt_column(data: DataConfig) -> tuple[str, str]:
     """Return the prompt's column and the key that names it: data.messages_key where set, else data.prompt_key."""
     if data.messages_key is not None:
@@ -105,6 +109,8 @@ def _check_columns(path: Path, columns: list[str], data: DataConfig, *, answered
     column, key = prompt_column(data)
     if prompt and column not in columns:
         hint = " or data.messages_key=messages" if "messages" in columns and key == "data.prompt_key" else ""
+        if answered and (pair := next((pair for pair in _PAIRS if {*pair} <= {*columns}), None)):
+            hint = f"; for a prompt and its answer: data.prompt_key={pair[0]} data.response_key={pair[1]}"
         raise ValueError(
             f"{_missing(path, column, columns)}. Set {key} to the column with the prompt (text or chat messages){hint}"
         )

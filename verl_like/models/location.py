@@ -18,6 +18,8 @@ _HUB_TIMEOUT = 5.0  # seconds
 _EXAMPLE = " (its default is an example, which is not on this machine)"
 _TOKENIZERS = ("data.tokenizer", "reward_model.model.input_tokenizer")
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "config.json")  # transformers is content with one
+# In a run's folder, one of its checkpoints, or a role's folder in that
+_EXPORTS = ("global_step_*/actor/huggingface", "actor/huggingface", "huggingface")
 
 
 def missing_places(config: PPOConfig, *data_keys: str) -> dict[tuple[str, str], str]:
@@ -80,7 +82,10 @@ def location_problem(key: str, path: str, *files: str) -> str | None:
     if folder.is_dir():
         if files != ("config.json",) or (folder / "config.json").is_file():
             return None
-        return f"{key}={path}: the folder has no config.json, so it is no Hugging Face model"
+        exported = [found.parent for place in _EXPORTS for found in folder.glob(f"{place}/config.json")]
+        newest = max(exported, key=lambda each: (len(str(each)), str(each)), default=None)
+        hint = "" if newest is None else f"; a run saved its model there for others as {newest}: name that"
+        return f"{key}={path}: the folder has no config.json, so it is no Hugging Face model{hint}"
     if path == ModelConfig().path:
         return f"{key} is not set{_EXAMPLE}: name the folder of your model, or its name on the hub"
     if folder.exists():

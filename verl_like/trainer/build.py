@@ -50,7 +50,7 @@ from verl_like.trainer.replica_group import Fleet
 from verl_like.trainer.replicas import RolloutGroup, StandingRolloutGroup
 from verl_like.trainer.reporting import Reporter
 from verl_like.trainer.resume import check_data, fetch_resume, find_resume, processes_text
-from verl_like.trainer.reward_check import grade_sample, try_rewards
+from verl_like.trainer.reward_check import grade_sample, refuse_unknown_numbers, try_rewards
 from verl_like.trainer.reward_models import use_reward_model
 from verl_like.trainer.roles import (
     ActorHandle,
@@ -120,9 +120,11 @@ def prepared(config: PPOConfig) -> Iterator[Facts]:
                 and not (ready.rewards.asks_judge or config.env.train.tags)
             ):
                 try:
-                    grade_sample(ready.train, ready.rewards, ready.tokenizer)
+                    reports = grade_sample(ready.train, ready.rewards, ready.tokenizer)
                 except ValueError as error:  # a grader of one's own may want answers of another form
                     logger.warning("%s", error)
+                else:
+                    refuse_unknown_numbers(config, reports)
         yield ready
 
 

@@ -105,9 +105,7 @@ def compose_with_warnings(
     tree, changes, warnings = compose_tree(overrides, yaml_files)
     config = to_config(tree)
     hidden = [key for key, value in flat(to_dict(config)).items() if isinstance(value, str) and HIDDEN in value]
-    again = (
-        "it was hidden when this configuration was saved, and has to be given again, on the command line for instance"
-    )
+    again = "it was hidden when this configuration was saved; give it again, on the command line for instance"
     raise_if_any([f"{key}={HIDDEN}: {again}" for key in hidden])
     return config, warnings + checked(config, changes)
 
@@ -165,12 +163,12 @@ def compose_tree(overrides: Overrides, yaml_files: Sequence[str | Path]) -> tupl
         for text in overrides:
             _read_override(text, settings)
     settings.warnings += _given_twice(_leaves(settings.changes[in_files:]))
-    _take_objective(settings)
+    objective = _take_objective(settings)
     inlined, problems = inline_all(_leaves(settings.changes), settings.helpers)
     settings.problems += problems
     changes, warnings = canonical(standing(_leaves(inlined)))
     changes = [_fitted(change, settings) for change in own_data_keys(standing(_leaves(changes)), settings.added)]
-    settings.problems += [problem for change in changes if (problem := _unknown(change))]
+    settings.problems += [problem for change in changes if (problem := _unknown(change, objective))]
     raise_if_any(settings.problems)
     tree = _base(settings.groups)
     raise_if_any([problem for change in changes if (problem := _apply(tree, change))])
@@ -185,14 +183,15 @@ def take_back_stages(tree: DictConfig, asked: Mapping[str, str]) -> dict[str, st
     return taken_back(asked, lambda: to_config(tree), lambda key: _apply(tree, Change(key, 1)))
 
 
-def _take_objective(settings: Settings) -> None:
-    """Read the changes as verl's program of trainer.objective spells them, over the defaults of that group."""
-    chosen = [text.partition("=")[2] for text in settings.groups if text.startswith("objective@")]
-    chosen += [change.value for change in _leaves(settings.changes) if change.key == "trainer.objective"]
-    if chosen and str(chosen[-1]) in PARTS["names"]:
+def _take_objective(settings: Settings) -> str:
+    """Read the changes as verl's program of trainer.objective spells them, over its defaults. Returns the objective."""
+    chosen = ["ppo", *(text.partition("=")[2] for text in settings.groups if text.startswith("objective@"))]
+    chosen += [str(change.value) for change in _leaves(settings.changes) if change.key == "trainer.objective"]
+    if chosen[-1] in PARTS["names"]:
         settings.groups.append(_group_override("objective", None, chosen[-1]))
         settings.changes, warnings = part("names", chosen[-1])(_leaves(settings.changes))
         settings.warnings += warnings
+    return chosen[-1]
 
 
 def _engine(tree: DictConfig, changes: list[Change]) -> list[str]:
@@ -545,14 +544,14 @@ def _fitted(change: Change, settings: Settings) -> Change:
     return Change(change.key, key.default if key else None)
 
 
-def _unknown(change: Change) -> str | None:
+def _unknown(change: Change, objective: str) -> str | None:
     if find_key(change.key) is not None:
         return None
     if change.key in sections():
         return f"{change.key}={change.value!r}: this is a section; set one of its keys, {change.key}.<name>"
     if why := refusal(change.key):
         return f"{change.key}={change.value}: {why}"
-    return f"unknown key {change.key}{suggest(change.key)}"
+    return f"unknown key {change.key}{suggest(change.key, objective)}"
 
 
 def _base(groups: Sequence[str]) -> DictConfig:

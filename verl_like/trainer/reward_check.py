@@ -17,8 +17,10 @@ from typing import Any, Protocol
 
 import torch
 
-from verl_like.batch import PromptRow, Rollouts, Scores, pad_rows
+from verl_like.algorithms.completeness import of_reward_function
+from verl_like.batch import PromptRow, Rollouts, Scores, pad_rows, usable_number
 from verl_like.config import PPOConfig
+from verl_like.config.errors import raise_if_any
 from verl_like.config.roles import generates
 from verl_like.data.dataset import Dataset, PromptDataset
 from verl_like.rewards.grading import RewardError
@@ -49,6 +51,7 @@ class SourceReport:
     wrong: int = 0
     failed: int = 0
     no_reference: int = 0
+    numbers: set[str] = field(default_factory=set)  # returned for any of its answers
     example: str = ""  # of a row that was not graded as right
 
     @property
@@ -167,6 +170,25 @@ def try_rewards(config: PPOConfig, facts: Facts, rewards: RewardManager) -> None
         self_check(facts.train, rewards, facts.tokenizer, config.data.self_check_rows)
 
 
+def refuse_unknown_numbers(config: PPOConfig, reports: dict[str, SourceReport]) -> None:
+    """Refuse keys that name a number which no answer got of the graders (ValueError).
+
+    Not where a reward model, a tool or an agent loop may add it.
+    """
+    multi_turn, loops = config.actor_rollout_ref.rollout.multi_turn, config.actor_rollout_ref.rollout.agent
+    if config.reward_model.enable or multi_turn.enable or loops.agent_loop_config_path is not None:
+        return
+    named = of_reward_function(config.algorithm, config.reward_model)
+    if (curriculum := config.data.curriculum).enable and curriculum.metric not in (None, "score"):
+        named[curriculum.metric] = "data.curriculum.metric"
+    known = set[str]().union(*(report.numbers for report in reports.values()))
+    if any(report.right + report.wrong for report in reports.values()):
+        told = f"the reward function returned {', '.join(sorted(known - {'score'})) or 'nothing but a score'}"
+        raise_if_any(
+            [f"{key}={name}: {told} for all reference answers" for name, key in named.items() if name not in known]
+        )
+
+
 def refuse_missing_answers(config: PPOConfig, dataset: Dataset) -> None:
     """Refuse a file without reference answers where built-in graders compare with them (ValueError).
 
@@ -264,6 +286,8 @@ def _judge(trials: Sequence[_Trial], scores: Scores, reports: dict[str, SourceRe
         failed = [failure is not None for failure in scores.failures[start:end]]
         *graded, wrong = (math.nan if f else value for value, f in zip(values[start:end], failed, strict=True))
         report = reports[trial.row.data_source]
+        values_by_name = (each for extra in scores.extras[start:end] for each in extra.items())
+        report.numbers |= {name for name, value in values_by_name if usable_number(value) is not None}
         best = max((value for value in graded if not math.isnan(value)), default=math.nan)
         if math.isnan(best):
             report.failed += 1

@@ -11,7 +11,7 @@ import socket
 import sys
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -96,8 +96,22 @@ def problems(facts: Facts) -> Iterator[str]:
         lambda: check_data(config, facts),
         lambda: facts.max_model_len,
         lambda: check_rewards(facts),
+        lambda: check_best(config, facts),
         lambda: facts.runner,
     )
+
+
+def check_best(config: PPOConfig, facts: Facts, also: Sequence[str] = ()) -> Iterator[str]:
+    """Compare trainer.best_metric with what a validation can give: metrics of its data sources, and `also` these."""
+    best, val = config.trainer.best_metric, facts.known("val")
+    if best is None or best in also or config.trainer.trainer_class is not None:
+        return
+    files = config.data.val_files
+    sources = files if isinstance(files, dict) else None if val is None else val.domains()
+    ends = [""] if sources is None else [f"{source}/" for source in sorted(set(sources))]
+    if not best.startswith(tuple(kind + end for kind in ("val-core/", "val-aux/") for end in ends)):
+        given = ", ".join([*also, *(f"val-core/{end}..." for end in ends)])
+        yield f"trainer.best_metric={best}: a validation of this run gives {given}"
 
 
 def check_machine(config: PPOConfig, facts: Facts) -> Iterator[str]:
@@ -192,7 +206,7 @@ def check_models(config: PPOConfig, facts: Facts) -> Iterator[str]:
     """Check tokenizer and models: places, files, kinds, sizes, modules that keys name, backends, a compiler."""
     yield from facts.missing.values()
     for path, key in {role.model.path: role.model_section for role in reversed(roles_of(config).values())}.items():
-        if not loading.has_weights(path):
+        if (f"{key}.path", path) not in facts.missing and not loading.has_weights(path):
             what = "%s.path=%s HOLDS NO WEIGHTS: THEY WILL BE RANDOM. Where that is not meant, download the model again"
             logger.warning(what, key, path)
     yield from problems_of(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from verl_like.config import names
+from verl_like.config.errors import ConfigError
 from verl_like.config.names import (
     MISSING,
     NOTHING,
@@ -28,6 +29,7 @@ from verl_like.config.schema import find_key, keys, sections, suggest
 from verl_like.config.spellings import CONVERSIONS, Change, canonical, renamed, says_nothing
 from verl_like.kit.coming_from.colossal import ColossalRun
 from verl_like.kit.coming_from.roll import RollFile
+from verl_like.trainer.compose import compose
 
 # What the projects' guides and our map of them name (reference/roll_colossal.md, section 4; seeds), in their order.
 ROLL_GUIDE = """
@@ -274,3 +276,29 @@ def test_values_of_a_rule() -> None:
 )
 def test_hints_stand_in_messages_about_unknown_keys(typed: str, hint: str) -> None:
     assert suggest(typed).startswith(hint)
+
+
+@pytest.mark.parametrize(
+    ("objective", "typed", "meant"),
+    [
+        ("sft", "data.max_lenght", "data.max_length"),
+        ("sft", "model.partial_pretrained", "model.partial_pretrain"),
+        ("sft", "model.lora_r", "model.lora_rank"),
+        ("sft", "engine.optimizer_ofload", "engine.optimizer_offload"),
+        ("sft", "optim.beta", "optim.betas"),
+        ("sft", "use_remove_pading", "use_remove_padding"),
+        ("sft", "trainer.checkpoint.save_content", "trainer.checkpoint.save_contents"),
+        ("preference", "data.multiturn.message_key", "data.multiturn.messages_key"),
+        ("preference", "dpo.beta", "preference.beta"),
+        ("ppo", "actor_rollout_ref.actor.tis_imp_ratio_caps", "actor_rollout_ref.actor.tis_imp_ratio_cap"),
+    ],
+)
+def test_a_misspelt_name_of_verls_is_told_in_that_spelling(objective: str, typed: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose([f"trainer.objective={'rl' if objective == 'ppo' else objective}", f"{typed}=1"])
+    assert caught.value.problems == [f"unknown key {typed}; did you mean {meant}?"]
+
+
+@pytest.mark.parametrize("typed", ["data.max_length", "data.max_lenght", "model.partial_pretrain"])
+def test_a_name_of_the_supervised_trainer_is_known_as_such_elsewhere(typed: str) -> None:
+    assert suggest(typed).endswith(" is a name of verl's sft_trainer: `verl-like sft` has it")

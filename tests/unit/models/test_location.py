@@ -59,6 +59,14 @@ def test_folders(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ValueError, match=message):
             check_location(A, path, "config.json")
     check_location("data.tokenizer", str(model.parent), "tokenizer_config.json")
+    run = model.parent / "run"
+    for step in ("global_step_5", "global_step_10"):
+        (run / step / "actor" / "huggingface").mkdir(parents=True)
+        (run / step / "actor" / "huggingface" / "config.json").touch()
+    newest = run / "global_step_10" / "actor" / "huggingface"
+    for folder in (run, run / "global_step_10", newest.parent):
+        with pytest.raises(ValueError, match=rf"no config.json, .* as {newest}: name that"):
+            check_location(A, str(folder), "config.json")
 
 
 def test_every_role_names_its_own_key(model: Path) -> None:

@@ -60,6 +60,7 @@ PAIR_FORMS = [  # of TRL's page "Dataset formats and types"
     {"chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]},
     {"prompt": "1+1=", "chosen": "2", "rejected": "34"},
     {"prompt": [ASKED], "chosen": GOOD, "rejected": json.dumps([BAD])},
+    {"prompt": "1+1=", "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]},  # the prompt again, as in UltraFeedback
 ]
 
 
@@ -117,6 +118,7 @@ REFUSED = [
     ({}, {"chosen": 0}, {}, r"there are no columns 'chosen' and 'rejected' in .* \(it has prompt, rejected\)"),
     ({"rejected": ""}, {}, {}, "row 1: the column rejected holds no answer"),
     ({"chosen": [ASKED]}, {}, {}, "row 1: chosen: the answer holds no assistant's message"),
+    ({"chosen": [said("system", "s"), ASKED, GOOD]}, {}, {}, "row 1: chosen begins with a message of the system, and"),
     ({"chosen": "x" * 99}, {}, {}, r"row 1.* more than sft\.max_length=64"),
     ({"prompt": None}, {}, {}, "row 1: chosen and rejected are texts, and their prompt is not in a column prompt"),
     ({"prompt": None, "chosen": [ASKED, GOOD], "rejected": [ASKED, GOOD]}, {}, {}, "row 1: chosen and rejected must"),

@@ -106,6 +106,17 @@ def test_a_column_that_is_named_must_be_there(tmp_path: Path, tokenizer: Any, ke
         dataset(tokenizer, file, {key: "thinkng"})
 
 
+def test_columns_of_a_prompt_and_its_answer_are_told_with_their_keys(
+    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = write(tmp_path / "rows.jsonl", {"instruction": "1+1=", "input": "", "output": "2"})
+    with pytest.raises(ValueError, match=r"no column 'messages'.*: data.prompt_key=instruction data.response_key=out"):
+        dataset(tokenizer, file, {})
+    found = DataConfig(prompt_key="instruction", default_data_source="sft")
+    SFTDataset(found, file, tokenizer, split="train", sft=SFTConfig(response_key="output"))
+    assert "data.train_files: the columns input are not read: put what they say into the prompt" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("messages", "fault"),
     [
@@ -279,7 +290,7 @@ def test_a_start_counts_the_rows_that_are_left_and_tells_faults_of_both_sets(tmp
     with ExitStack() as stack, pytest.raises(ConfigError) as caught:
         prepare(compose([*words, *best, f"data.val_files={bad}"]), stack)
     assert [text.partition(" rows ")[0] for text in caught.value.problems] == [
-        "trainer.best_metric=val/los: a validation of this run gives val/loss, and val-core/...",
         "data.train_files: 1 of 3",
         "data.val_files: 1 of 2",
+        "trainer.best_metric=val/los: a validation of this run gives val/loss, val-core/...",
     ]

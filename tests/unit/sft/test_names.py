@@ -13,9 +13,8 @@ from tests.conftest import ROOT
 from verl_like.config import PPOConfig
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.errors import ConfigError
-from verl_like.config.names import table
+from verl_like.config.names import SFT, table
 from verl_like.config.schema import find_key, to_dict
-from verl_like.plugins.sft.names import TABLE
 from verl_like.trainer.command_line import run_main
 from verl_like.trainer.compose import compose
 from verl_like.trainer.sft_trainer import OBJECTIVE, main, of_script, of_torchrun
@@ -51,6 +50,7 @@ def test_all_command_lines_of_verl_compose(shared_data: Path) -> None:
         (["data.multiturn.enable=False"], "sft.response_key", "answer"),
         (["data.response_key=a", "data.multiturn.enable=True"], "sft.response_key", None),
         (["trainer.test_freq=after_each_epoch"], "trainer.test_each_epoch", True),
+        (["trainer.save_freq=after_each_epoch"], "trainer.save_freq", None),  # after the last step too
         (["checkpoint.save_contents=[model]", "checkpoint.load_contents=${checkpoint.save_contents}"],
          "actor_rollout_ref.actor.checkpoint.load_contents", ["model"]),
         (["engine.tensor_parallel_size=2"], "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size", 2),
@@ -74,11 +74,11 @@ def test_other_engines_are_refused_and_a_saved_configuration_composes_again() ->
 
 def test_the_page_has_every_name() -> None:
     page = (ROOT / "docs" / "sft.md").read_text().partition("## Other spellings")[2]
-    names = [name.partition("=")[0].replace("**", "*") for row in table(TABLE) for name in row.texts()]
+    names = [name.partition("=")[0].replace("**", "*") for row in table(SFT) for name in row.texts()]
     assert [
         name for name in names if f"`{name}" not in page and name.partition(".")[0] not in ("model", "engine")
     ] == []
-    assert [key for row in table(TABLE) for key in row.all_keys() if "\\" not in key and find_key(key) is None] == []
+    assert [key for row in table(SFT) for key in row.all_keys() if "\\" not in key and find_key(key) is None] == []
 
 
 def test_torchrun_starts_one_run_of_a_machine() -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -181,6 +182,8 @@ def test_rows_without_hint_or_teacher_are_told_before_the_start(
     assert not list(check_rows(by_topic, dataset({"topic": "a"}, {"topic": "b"})))
     (told,) = check_rows(by_topic, dataset({"topic": "a"}, {"topic": "c"}))
     assert told.startswith("distillation.teacher_key=topic: no teacher has the rows of 'c'; there are those of a, b")
+    (told,) = check_rows(replace(by_topic, teacher_key="topik"), dataset({"topic": "a"}, {"topic": "b"}))
+    assert told.startswith("distillation.teacher_key=topik: a row has none in its extra_info: name another, or data_")
     for key in ("ability", "agent_name"):
         by_column = DistillationConfig(enabled=True, teacher_key=key, teacher_models=two)
         assert not list(check_rows(by_column, dataset({}, {}, **{key: ["a", "b"]})))

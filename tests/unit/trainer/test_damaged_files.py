@@ -40,7 +40,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("flips", [20, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("flips", [20, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
 def test_a_flipped_bit_loses_at_most_the_step_whose_file_it_is_in(run: Path, flips: int) -> None:
     """Flips over all files, drawn by a seed: never a traceback, and never a step with a damaged file."""
     draw = random.Random(11)

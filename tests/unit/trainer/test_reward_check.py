@@ -11,13 +11,21 @@ import pytest
 from tests.unit.data.factory import CharTokenizer, write_parquet
 from verl_like.batch import PromptRow, Rollouts, Scores
 from verl_like.config import CustomRewardFunctionConfig, DataConfig, RewardModelConfig
+from verl_like.config.errors import ConfigError
 from verl_like.data.dataset import PromptDataset
 from verl_like.kit.datasets.schema import make_row
 from verl_like.rewards.grading import to_scores
 from verl_like.rewards.manager import RewardManager
 from verl_like.rewards.reward_call import RewardOutcome
 from verl_like.trainer import reward_check
-from verl_like.trainer.reward_check import grade_sample, reference_answers, self_check
+from verl_like.trainer.compose import compose
+from verl_like.trainer.reward_check import (
+    grade_references,
+    grade_sample,
+    reference_answers,
+    refuse_unknown_numbers,
+    self_check,
+)
 
 
 class Tokenizer(CharTokenizer):
@@ -142,3 +150,28 @@ def test_a_sample_of_64_is_graded_over_all_sources_and_rows(
     rewards_of_two.asks_judge = True
     grade_sample(odd, rewards_of_two, Tokenizer())
     assert len(asked) == 3  # a judge is asked of one row
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["data.curriculum.enable=true", "data.curriculum.metric=solved"], "data.curriculum.metric=solved"),
+        (["algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=fmt"], "filter_groups.metric=fmt"),
+        (["data.curriculum.enable=true", "data.curriculum.metric=acc"], None),
+        (["algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=seq_reward"], None),
+        (["data.curriculum.metric=solved"], None),
+    ],
+)
+def test_a_key_that_names_a_number_which_the_graders_do_not_return_is_refused(
+    tmp_path: Path, words: list[str], told: str | None
+) -> None:
+    dataset = make_dataset(tmp_path, {"math": ["7"]})
+    rewards = Rewards(lambda text: RewardOutcome(score=float("7" in text), extras={"acc": True, "pred": "x"}))
+    reports = grade_references(dataset, rewards, Tokenizer(), [0])
+    config = compose(["data.train_files=x.parquet", "actor_rollout_ref.rollout.n=2", *words])
+    if told is None:
+        return refuse_unknown_numbers(config, reports)
+    with pytest.raises(ConfigError, match=rf"{told}: the reward function returned acc for all reference answers"):
+        refuse_unknown_numbers(config, reports)
+    failed = Rewards(lambda text: RewardOutcome(kind="timeout", message="slow"))
+    refuse_unknown_numbers(config, grade_references(dataset, failed, Tokenizer(), [0]))  # nothing is known of it

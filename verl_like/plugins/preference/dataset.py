@@ -197,7 +197,10 @@ class PreferenceDataset(Items, SFTDataset):
         keys, column = (self.preference.chosen_key, self.preference.rejected_key), self.data.prompt_key
         one, other = (_opened(row.get(key)) for key in keys)
         if self._labelled or type(one) is not type(other) or not isinstance(one, str | list):
-            raise ValueError(f"there is no prompt in the column {column} (data.prompt_key)")
+            has = ", ".join(name for name, cell in row.items() if cell is not None)
+            raise ValueError(
+                f"there is no prompt in the column {column}: name it by data.prompt_key (the row has {has})"
+            )
         if isinstance(one, str) and self.encoder.has_template:
             raise ValueError(
                 f"{keys[0]} and {keys[1]} are texts, and their prompt is not in a column {column}: name it by "
@@ -229,12 +232,26 @@ class PreferenceDataset(Items, SFTDataset):
         if self._labelled and cells.get(config.label_key) not in (0, 1):
             raise ValueError(f"{config.label_key}={cells.get(config.label_key)!r:.80} must be true or false")
         for key in (config.completion_key,) if self._labelled else (config.chosen_key, config.rejected_key):
-            messages = [*row.messages, *self.said(cells, key, place)]
+            messages = [*row.messages, *self._behind(row.messages, self.said(cells, key, place), key)]
             turns = [turn for turn in trained_turns(messages, None) if turn >= len(row.messages)]
             if not turns:
                 raise ValueError(f"{key}: the answer holds no assistant's message to train")
             tasks.append(self._as_task(messages, row.tools, turns, cells))
         return tasks
+
+    def _behind(self, prompt: Messages, said: Messages, key: str) -> Messages:
+        """Leave out the prompt where a conversation of the column repeats it. Raises ValueError for another one."""
+        own = [message for message in prompt if message["role"] != "system"]
+        for start in (prompt, own):
+            if start and said[: len(start)] == start:
+                return said[len(start) :]
+        if prompt[-1]["role"] == "user" and said[0]["role"] in ("system", "user"):
+            raise ValueError(
+                f"{key} begins with a message of the {said[0]['role']}, and not with the prompt in the column "
+                f"{self.data.prompt_key}: give the answer alone, or leave the column out (data.prompt_key=none): then "
+                "what both conversations begin with is the prompt"
+            )
+        return said
 
     def _remember(self, position: int, whole: list[Row]) -> list[Row]:
         return whole  # `_whole` keeps the item

@@ -27,6 +27,7 @@ from verl_like.plugins.sft.turns import Row, Task, Tools, as_rendered, attempt, 
 logger = logging.getLogger(__name__)
 
 _TOOLS = "tools"  # verl's column of tool schemas, which files may have
+_PARTS = {"history", "input", "system"}  # columns that public data sets have beside a prompt
 _MANY = 20_000  # rows whose encoding is announced: about a millisecond each
 _KEPT = 2**25  # tokens of conversations that stay in memory, with 64 for what each row needs: about 200 MB
 _IMAGES = 2**14  # that the images of one stand for
@@ -63,6 +64,9 @@ class SFTDataset(PromptDataset):
                 there = ", ".join(file.rows.columns)
                 raise ValueError(f"sft.{key}={name}: {file.path} has no such column (it has: {there})")
         name, there = sft.enable_thinking_key, sorted({each for file in self.files for each in file.rows.columns})
+        if unread := sorted({*there} & _PARTS - columns - {data.prompt_key, data.messages_key}):
+            told = "data.%s_files: the columns %s are not read: put what they say into the prompt, if it belongs there"
+            logger.warning(told, split, ", ".join(unread))
         if split == "train" and self.files and name not in ("", SFTConfig().enable_thinking_key, *there):
             raise ValueError(
                 f"sft.enable_thinking_key={name}: no file has such a column (they have: {', '.join(there)})"

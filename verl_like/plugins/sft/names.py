@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from verl_like.config.errors import raise_if_any
-from verl_like.config.names import NOTHING, rows_of, value_of
-from verl_like.config.spellings import Change
+from verl_like.config.names import NOTHING, SFT, VERL, rows_of, value_of
+from verl_like.config.schema import find_key, sections
+from verl_like.config.spellings import Change, renamed
 
-TABLE = "sft"
 _RESPONSE, _MESSAGES, _FORM = "sft.response_key", "data.messages_key", "data.multiturn.enable"
 
 
@@ -25,12 +25,13 @@ def spelled(changes: Iterable[Change]) -> tuple[list[Change], list[str]]:
     found, warnings, problems = list[Change](), list[str](), list[str]()
     for change in changes:
         value = _followed(change.value)
-        row, match = next(rows_of(TABLE, change.key, value), (None, None))
+        row, match = next(rows_of(SFT, change.key, value), (None, None))
         if row is None or match is None or change.key == _FORM:
             found.append(Change(change.key, value))
         elif row.kind != NOTHING:
             for key in row.keys:
                 name, own, fixed = match.expand(key).partition("=")
+                name = name if _is_known(name) else change.key  # which is refused as it was written
                 found.append(Change(name, value_of(fixed) if own else value))
         elif not row.values:
             warnings.append(f"{change.key} has no effect: {row.note}")
@@ -41,13 +42,17 @@ def spelled(changes: Iterable[Change]) -> tuple[list[Change], list[str]]:
     return _of_one_form(found), warnings
 
 
+def _is_known(key: str) -> bool:
+    return find_key(renamed(key)) is not None or key in sections() or any(rows_of(VERL, key))
+
+
 def _followed(value: Any) -> Any:
     """A value with the names of the keys that it follows (`${checkpoint.save_contents}`) translated."""
     return re.sub(r"(?<=\$\{)[\w.]+", lambda name: _renamed(name[0]), value) if isinstance(value, str) else value
 
 
 def _renamed(key: str) -> str:
-    row, match = next(rows_of(TABLE, key), (None, None))
+    row, match = next(rows_of(SFT, key), (None, None))
     return key if row is None or match is None or not row.renames else match.expand(row.keys[0])
 
 

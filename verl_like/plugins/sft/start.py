@@ -24,7 +24,7 @@ from verl_like.trainer.facts import Fact, Facts, required, train_loader
 from verl_like.trainer.own_code import trainer_class
 from verl_like.trainer.reporting import Reporter
 from verl_like.trainer.roles import ActorHandle, handle_options
-from verl_like.trainer.start_checks import check_machine, check_models, refuse_media, refuse_media_keys
+from verl_like.trainer.start_checks import check_best, check_machine, check_models, refuse_media, refuse_media_keys
 from verl_like.trainer.state import TrainState
 from verl_like.trainer.workers import Pools
 from verl_like.user_code import load_class
@@ -96,9 +96,6 @@ def problems(facts: SFTFacts) -> Iterator[str]:
     config = facts.config
     if (temperature := config.actor_rollout_ref.rollout.temperature) != 1:
         yield f"actor_rollout_ref.rollout.temperature={temperature}: nothing is sampled; leave it out"
-    best, given = config.trainer.best_metric or "", [f"val/{name}" for name in facts.measures]
-    if config.trainer.trainer_class is None and best.startswith("val/") and best not in given:
-        yield f"trainer.best_metric={best}: a validation of this run gives {', '.join(given)}, and val-core/..."
     yield from problems_of(
         lambda: facts.device,
         lambda: check_machine(config, facts),
@@ -107,6 +104,7 @@ def problems(facts: SFTFacts) -> Iterator[str]:
         lambda: check_models(config, facts),
         lambda: facts.max_model_len,
         lambda: _check_data(facts),
+        lambda: check_best(config, facts, [f"val/{name}" for name in facts.measures]),
         lambda: facts.plan,
         lambda: facts.known("train") and train_loader(config, facts.train, facts.plan),
     )

@@ -124,10 +124,12 @@ def _numbers(config: DistillationConfig, values: Iterable[object]) -> list[int]:
     found = [(value, known.get(str(value))) for value in values]
     for value, number in found:
         if number is None:
-            raise ValueError(
-                f"distillation.teacher_key={config.teacher_key}: no teacher has the rows of {value!r}; there are those "
-                f"of {', '.join(known)}: give a teacher this key, or leave the rows out"
-            )
+            if value is None:
+                why = f"a row has none in its extra_info: name another, or {', '.join(_FIELDS)}"
+            else:
+                there = f"there are those of {', '.join(known)}: give a teacher this key, or leave the rows out"
+                why = f"no teacher has the rows of {value!r}; {there}"
+            raise ValueError(f"distillation.teacher_key={config.teacher_key}: {why}")
     return [number for _, number in found if number is not None]
 
 
@@ -144,7 +146,9 @@ def check_rows(config: DistillationConfig, dataset: Dataset) -> Iterator[str]:
         values = dict.fromkeys(str(cell or "") for _, cell in files.column(key))
         yield from problems_of(lambda: _numbers(config, values))
     elif several and files is not None:
-        yield from problems_of(lambda: _numbers(config, dict.fromkeys(str(cell) for _, cell in files.extras(key))))
+        yield from problems_of(
+            lambda: _numbers(config, dict.fromkeys(cell and str(cell) for _, cell in files.extras(key)))
+        )
     elif several:
         yield from problems_of(lambda: teacher_numbers(config, [dataset[0][1]]))
     hint = config.hint_key if config.enabled else None
