@@ -117,11 +117,9 @@ def suggest(path: str, objective: str = "ppo") -> str:
     section, _, name = path.rpartition(".")
     spelled = _verl_names(objective != "ppo")
     misspelt = _misspelt(path, (*keys(), *sections(), *spelled) if section else spelled)
-    whole = (
-        own
-        if (own := f"{objective}.{name}") in keys()
-        else (_ending(path) or _below(section, name) if section else None)
-    )
+    whole = _ending(path) or _below(section, name) if section else None
+    if (own := f"{objective}.{name}") in keys():
+        whole = own
     if misspelt is not None and misspelt.endswith(f".{name}"):  # only the section is misspelt
         whole = whole or misspelt
     foreign = None if whole or misspelt in spelled else _foreign(path.split("."))
