@@ -164,7 +164,7 @@ class Groups:
 
         A token's r queries of one key-value head stand together.
         """
-        tokens = packed[0].transpose(0, 1)  # [T, heads * r, D], contiguous as models compute it
+        tokens = packed.squeeze(0).transpose(0, 1)  # [T, heads * r, D], contiguous as models compute it
         repeats, dim = tokens.shape[1] // heads, tokens.shape[2]
         rows, layout = tokens.reshape(-1, repeats * dim), self.for_heads(heads, packed.device)
         if layout is not None:

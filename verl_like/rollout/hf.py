@@ -37,6 +37,7 @@ from verl_like.registry import part
 from verl_like.rollout import hf_cache
 from verl_like.rollout.base import EngineSpec, SteppedRolloutEngine
 from verl_like.rollout.hf_batch import Batch
+from verl_like.rollout.hf_decode import LeanDecoder
 from verl_like.rollout.int8 import Int8Linear, quantise_linears
 from verl_like.rollout.rng import preserve_rng
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, Sampled, WeightLoadError
@@ -79,6 +80,8 @@ class HFRolloutEngine(SteppedRolloutEngine):
         if rollout.quantization is not None:
             exchanged = quantise_linears(self._module)
             self._quantised = {self._stored_name(name): module for name, module in exchanged.items()}
+        plain = self._vision is None and not self._exact
+        self._lean = LeanDecoder.of(self._module) if plain else None
         storages = [parameter.untyped_storage() for parameter in self._module.parameters()]
         self._storages = [(storage, storage.nbytes()) for storage in storages]
         self._places = itertools.count()
@@ -284,6 +287,9 @@ class HFRolloutEngine(SteppedRolloutEngine):
             )
             logits_bkV = self._module.get_output_embeddings()(output.last_hidden_state[:, -keep:])
             return logits_bkV[..., : self.tokenizer_size]
+        if self._lean is not None and ids_bs.shape[1] == 1:
+            logits_b1V = self._lean.logits(ids_bs, positions_bs, batch.mask_bS, batch.cache)
+            return logits_b1V[..., : self.tokenizer_size]
         output = self._module(
             input_ids=ids_bs,
             **self._seen(batch.mask_bS, batch.mask_bS.shape[1] - batch.length_b),
