@@ -441,6 +441,7 @@ class Experience(Sequences):
     group_B: Tensor
     episode_B: Tensor | None = None  # int64: as in Rollouts
     episode_tokens_B: Tensor | None = None  # int64: trained tokens of the row's episode, in all its rows
+    rewards_T: Tensor | None = tokens(default=None)  # after shaping and penalty; the workers do not get them
     advantages_T: Tensor = tokens()
     returns_T: Tensor | None = tokens(default=None)
     old_log_probs_T: Tensor | None = tokens(default=None)

@@ -111,6 +111,7 @@ def make_experience(
         metrics["actor/entropy"] = token_spread(known.entropy_T, mask_T)[0]
     credit = (episodes.cut(advantages_T), episodes.cut(outputs.returns_T))
     experience = put_together(actor, rollouts, scores, evaluated, corrected, *credit)
+    experience = experience.replace(rewards_T=episodes.cut(token_rewards_T))
     if algorithm.use_pf_ppo:
         drawn_E, resampling_metrics = pf_ppo_rows(graded.score_B, algorithm.pf_ppo, seed)
         experience, metrics = drawn_episodes(experience, drawn_E), metrics | resampling_metrics

@@ -104,7 +104,7 @@ class RoleHandle:
         copies = self.ranks_per_row
         shares: list[Minibatches] = [[] for _ in range(self.num_shares)]
         num_empty = 0
-        for rows in self._minibatches(experience, rules, step):
+        for rows in self._minibatches(experience.replace(rewards_T=None), rules, step):
             if rows.response_mask_T.any():
                 self._append_minibatch(shares, rows, rules)
             else:

@@ -241,7 +241,7 @@ FAULTS: dict[str, tuple[str, Plant, str]] = {
     "denominators of the whole batch": (
         "grpo",
         around(roles, "denominators_of", of_the_whole_batch),
-        "actor: mini-batch 1: policy loss",
+        "actor: mini-batch 1: denominators",
     ),
     "the last mini-batch is dropped": (
         "grpo",
@@ -320,7 +320,7 @@ def test_the_second_step_has_a_penalty(model: str, monkeypatch: pytest.MonkeyPat
     assert notes == [] and all(each.passed for each in findings), table(findings)
     around(experience, "subtract_kl", kl_added)(monkeypatch)
     findings, _ = prove_step(compose(keys), ranks=1)
-    assert next(each.name for each in findings if not each.passed) == "step 2: advantages"
+    assert next(each.name for each in findings if not each.passed) == "step 2: rewards"
 
 
 def test_the_schedule_of_the_whole_run(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,17 +359,17 @@ CREDIT: dict[str, tuple[list[str], Plant, str]] = {
     "penalty of the wrong sign beside whitening": (
         ["algorithm.adv_estimator=grpo", "algorithm.whiten_advantages=True", *KL],
         around(experience, "subtract_kl", kl_added),
-        "step 2: advantages",
+        "step 2: rewards",
     ),
     "reward on the last token, sampled or not": (
         ["algorithm.adv_estimator=reinforce_plus_plus", "algorithm.gamma=0.9"],
         around(experience, "place_on_last_token", lambda own, score, mask, length: own(score, mask | True, length)),
-        "step 1: advantages",
+        "step 1: rewards",
     ),
     "a reward on text that was not sampled is lost": (
         ["algorithm.adv_estimator=grpo"],
         around(experience, "place_on_last_token", lambda own, score, mask, length: own(score, mask | True, length)),
-        "step 1: advantages",
+        "step 1: rewards",
     ),
     "a warm-up that begins a step late": (
         ["algorithm.adv_estimator=grpo", f"{ACTOR}.optim.lr_warmup_steps=5"],
@@ -396,7 +396,7 @@ CREDIT: dict[str, tuple[list[str], Plant, str]] = {
     "the coefficient of the penalty stays": (
         ["algorithm.adv_estimator=grpo", *KL, "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=100"],
         around(ppo, "make_experience", lambda own, *given, **named: own(*given, **named | {"kl_coef": 0.5})),
-        "step 2: advantages",
+        "step 2: rewards",
     ),
     "the controller of the penalty counts a sequence too many": (
         ["algorithm.adv_estimator=grpo", *KL, "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=100"],
@@ -415,7 +415,7 @@ CREDIT: dict[str, tuple[list[str], Plant, str]] = {
     "rewards are bounded on one side": (
         ["algorithm.adv_estimator=grpo", "algorithm.reward_clip=0.4"],
         around(reward_shaping, "clip", lambda own, values, bound, *_: (values.clamp(max=bound or 1e9), {})),
-        "step 1: advantages",
+        "step 1: rewards",
     ),
     "a row is rejected by the sum of its tokens, not by their mean": (
         [
@@ -433,7 +433,7 @@ CREDIT: dict[str, tuple[list[str], Plant, str]] = {
             "put_together",
             lambda own, actor, rollouts, *given: own(actor, rollouts, *given).replace(truncated_B=rollouts.cut_off_B),
         ),
-        "step 1: actor: mini-batch 1: policy loss",
+        "step 1: actor: mini-batch 1: denominators",
     ),
     "a schedule that stands still": (
         ["algorithm.adv_estimator=grpo"],

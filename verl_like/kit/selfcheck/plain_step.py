@@ -49,6 +49,7 @@ ROUNDING = 1e-3  # of a tensor's largest gradient: from less than that Adam make
 class Minibatch:
     """One optimizer step: what it computed. No gradient where no row had one."""
 
+    counts: tuple[int, int]  # denominators: tokens and episodes that are trained on
     terms: dict[str, float]  # of the loss, by the metric's name
     scale: float  # sum of the rows' magnitudes
     norm: float  # of the gradient, before clipping
@@ -131,7 +132,8 @@ class PlainRole:
         norm, rate = self.optimizer.step(found.gradient)
         if self.model.adapters is not None:
             self.model.adapters.merge(self.model.hf)
-        self.minibatches.append(Minibatch(terms=loss.terms, scale=found.scale, norm=norm, rate=rate))
+        counts = loss.joining.num_tokens, loss.joining.num_episodes
+        self.minibatches.append(Minibatch(counts=counts, terms=loss.terms, scale=found.scale, norm=norm, rate=rate))
 
     @torch.no_grad()
     def take(self, weights: dict[str, Tensor]) -> None:
@@ -292,6 +294,7 @@ class PlainStep:
         rewards = whitened(episodes, rewards) if algorithm.whiten_rewards else rewards
         for one, shaped in zip(episodes, rewards, strict=True):
             one.rewards = shaped
+        self._write("rewards", episodes, rewards)
         if algorithm.adv_estimator in OWN_ESTIMATORS:
             found = credit(episodes, algorithm)
         else:
@@ -300,7 +303,8 @@ class PlainStep:
         advantages = [each for each, _ in found]
         advantages = whitened(episodes, advantages) if algorithm.whiten_advantages else advantages
         advantages = clipped(advantages, algorithm.advantage_clip)
-        self._write(episodes, [(a, r) for a, (_, r) in zip(advantages, found, strict=True)])
+        self._write("advantages", episodes, advantages)
+        self._write("returns", episodes, [returns for _, returns in found])
 
     def _trainable(self, row: int) -> bool:
         return bool(self.scores.valid_B[row]) and bool(self.rollouts.response_mask_BR[row].any())
@@ -390,17 +394,16 @@ class PlainStep:
         """A column of the kept rows, as wide as these are."""
         return column_BR[self.kept, : int(self.rollouts.response_length_B[self.kept].max())]
 
-    def _write(self, episodes: list[PlainEpisode], found: list[tuple[list[float], list[float]]]) -> None:
-        """Put advantages and returns of episodes back on their rows."""
-        shape = self.rollouts.response_mask_BR.shape
-        self.columns |= {n: torch.zeros(shape, dtype=torch.float64) for n in ("advantages", "returns")}
-        for episode, (advantages, returns) in zip(episodes, found, strict=True):
+    def _write(self, name: str, episodes: list[PlainEpisode], found: list[list[float]]) -> None:
+        """Put a number of each of the episodes' tokens back on their rows, as a column."""
+        column_BR = torch.zeros(self.rollouts.response_mask_BR.shape, dtype=torch.float64)
+        for episode, values in zip(episodes, found, strict=True):
             begun = 0
             for row in episode.rows:
                 length = int(self.rollouts.response_length_B[row])
-                for name, values in (("advantages", advantages), ("returns", returns)):
-                    self.columns[name][row, :length] = torch.tensor(values[begun : begun + length]).double()
+                column_BR[row, :length] = torch.tensor(values[begun : begun + length]).double()
                 begun += length
+        self.columns[name] = column_BR
 
     def _penalty(self, episode: PlainEpisode) -> list[float]:
         """KL of every token of an episode, by algorithm.kl_penalty."""

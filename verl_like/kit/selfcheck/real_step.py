@@ -52,6 +52,7 @@ class RealStep:
     mean_kl: float  # of the penalty in the reward; 0 without it
     kl_coef: float  # of that penalty, for the next step
     minibatches: dict[str, list[dict[str, Metric]]]  # by role: the metrics of each optimizer step, over all ranks
+    denominators: dict[str, list[set[tuple[int, int]]]]  # by role, of each: (tokens, episodes) as the ranks get them
     weights: dict[str, dict[str, Tensor]]  # by role, after the step: float32, as a rollout engine would get them
 
 
@@ -189,6 +190,7 @@ def _step(trainer: PPOTrainer, around: _Around, kept: dict[str, _Kept]) -> RealS
         mean_kl=around.measured.get("critic/kl", 0.0),
         kl_coef=trainer.state.kl_coef,
         minibatches={name: each.minibatches for name, each in kept.items()},
+        denominators={name: each.denominators for name, each in kept.items()},
         weights={name: _weights_of(each.handle, str(trainer.config.trainer.log_dir)) for name, each in kept.items()},
     )
 
@@ -245,14 +247,17 @@ def _weights_of(handle: RoleHandle, folder: str) -> dict[str, Tensor]:
 
 
 class _Kept:
-    """Keeps the metrics of each optimizer step that a role's update answers with; the handle averages them."""
+    """Keeps the denominators of each optimizer step of a role's update, and the metrics; the handle averages these."""
 
     def __init__(self, handle: RoleHandle) -> None:
         self.handle, self.minibatches = handle, list[dict[str, Metric]]()
+        self.denominators = list[set[tuple[int, int]]]()
         handle.call = functools.partial(self._call, handle.call)
 
     def _call(self, call: Any, method: str, per_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
         answers = call(method, per_rank)
         if method == "update":
             self.minibatches = [merge_metrics(parts) for parts in zip(*answers, strict=True)]
+            steps = zip(*(minibatches for (minibatches,) in per_rank), strict=True)
+            self.denominators = [{(by.num_tokens, by.num_sequences) for _, by in shares} for shares in steps]
         return answers

@@ -284,13 +284,13 @@ def compared(plain: PlainRecord, real: RealStep, mask_BR: Tensor) -> Iterator[Fi
         yield Finding(name="mean KL of responses", difference=abs(real.mean_kl - plain.kl[0]), limit=_NEAR)
     same = len(made) == len(plain.kept)
     yield Finding(name="rows that are trained on", difference=0.0 if same else math.inf)
-    for name, found_BR in (("advantages", made.advantages_BR), ("returns", made.returns_BR)):
+    columns = {"rewards": made.rewards_BR, "advantages": made.advantages_BR, "returns": made.returns_BR}
+    for name, found_BR in columns.items():
         if same and found_BR is not None:
             expected_BR = plain.columns[name][plain.kept, : found_BR.shape[1]]
             scale = max(1.0, float(expected_BR.abs().max()))
-            yield Finding(
-                name=name, difference=_gap(found_BR, expected_BR, made.response_mask_BR) / scale, limit=_SCALED
-            )
+            inside_BR = mask_BR[plain.kept, : found_BR.shape[1]] if name == "rewards" else made.response_mask_BR
+            yield Finding(name=name, difference=_gap(found_BR, expected_BR, inside_BR) / scale, limit=_SCALED)
     for role in plain.minibatches:
         if _without_gradient(plain, role):
             continue
@@ -311,6 +311,9 @@ def _update(role: str, plain: PlainRecord, real: RealStep) -> Iterator[Finding]:
     same = len(steps) == len(expected)
     yield Finding(name=f"{role}: optimizer steps", difference=0.0 if same else math.inf)
     for number, (found, one) in enumerate(zip(steps, expected, strict=False)):
+        counted = real.denominators[role][number] == {one.counts}
+        name = f"{role}: mini-batch {number + 1}: denominators"
+        yield Finding(name=name, difference=0.0 if counted else math.inf)
         values = one.terms | {"grad_norm": one.norm, "lr": one.rate}
         for metric, value in values.items():
             scale = max(one.scale, abs(value)) if metric in one.terms else abs(value)
