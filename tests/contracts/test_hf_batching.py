@@ -310,9 +310,7 @@ def test_a_forward_takes_no_more_tokens_than_allowed(make: Make) -> None:
         make(max_num_seqs=32, max_num_batched_tokens=10**6),
         make(max_num_seqs=32, max_num_batched_tokens=most),
     )
-    model_of(bounded).register_forward_pre_hook(
-        lambda module, args, kwargs: taken.append(kwargs["input_ids"].numel()), with_kwargs=True
-    )
+    model_of(bounded).model.embed_tokens.register_forward_pre_hook(lambda _, args: taken.append(args[0].numel()))
     lengths = [[len(each.prompt_ids) for each in asked], [len(each.prompt_ids) + 40 for each in asked]]
     done = []
     for engine in (wide, bounded):

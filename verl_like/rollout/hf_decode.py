@@ -1,9 +1,8 @@
 """Decode step of the hf engine for models of Llama's form, one token a row, without calls of their modules.
 
-Few rows take as long as the calls do, not as the arithmetic: transformers makes about 60 of them a layer, modules and
-operators, and a mask and positions for each step. Here a layer is a dozen: queries, keys and values are one product and
-are rotated together, sums with the residual are part of the products. Keys and values go into the same cache, so
-that any step may be transformers' own.
+Few rows take as long as the calls do, not as the arithmetic: transformers calls modules within modules, and makes masks
+anew in each step. Here queries, keys and values are one product and are rotated together, and sums with the residual
+are part of the products. Keys and values go into the same cache, so that any step may be transformers' own.
 
 Letters: b rows, S columns of the cache, H hidden size, D head size.
 """
@@ -15,7 +14,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 from transformers import DynamicCache, PreTrainedModel
 
 from verl_like.rollout.hf_cache import GrowingLayer, new_cache
@@ -75,7 +74,7 @@ class LeanDecoder:
 
         mask_bS: 1 in a row's own columns, with that of the token that comes.
         """
-        x = embedding(ids_b1[:, 0], self._inner.embed_tokens.weight)
+        x = self._inner.embed_tokens(ids_b1[:, 0])
         cos, sin = self._inner.rotary_emb(x, positions_b1)  # [b, 1, D]
         low, high = sin.chunk(2, -1)
         signed, hidden = torch.cat((-low, high), -1), mask_bS == 0
