@@ -11,12 +11,12 @@ GSM8K=${GSM8K:-$HERE/../../../shared/data/gsm8k}
 TOKENIZER=${TOKENIZER:-$HERE/../../../shared/data/tok_qwen25}
 MODEL=${MODEL:-}
 
-if [ ! -f "$OUT/data/train.parquet" ]; then
+if [ ! -f "$OUT/data/test.parquet" ]; then
     "$PYTHON" -m verl_like.kit.datasets.gsm8k --local_dataset_path "$GSM8K" --local_save_dir "$OUT/data"
 fi
 if [ -z "$MODEL" ]; then
     MODEL=$OUT/model
-    [ -f "$MODEL/config.json" ] ||
+    [ -f "$MODEL/model.safetensors" ] ||
         "$PYTHON" "$HERE/make_small_model.py" --tokenizer "$TOKENIZER" --output-dir "$MODEL" --seed "$SEED"
 fi
 

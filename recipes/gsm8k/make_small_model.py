@@ -47,8 +47,8 @@ def main() -> None:
     torch.manual_seed(arguments.seed)
     config = small_config(tokenizer, hidden_size=arguments.hidden_size, num_layers=arguments.num_layers)
     model = Qwen2ForCausalLM(config).float()
-    model.save_pretrained(arguments.output_dir)
     tokenizer.save_pretrained(arguments.output_dir)
+    model.save_pretrained(arguments.output_dir)  # the weights come last: recipes look for them
     print(f"{arguments.output_dir}: {model.num_parameters() / 1e6:.1f}M parameters, {config.vocab_size} tokens")
 
 

@@ -16,7 +16,7 @@ MODEL=${MODEL:-}
 "$PYTHON" "$HERE/prepare.py" --source "$DATA" --output-dir "$OUT/data"
 if [ -z "$MODEL" ]; then
     MODEL=$OUT/model
-    [ -f "$MODEL/config.json" ] ||
+    [ -f "$MODEL/model.safetensors" ] ||
         "$PYTHON" "$HERE/../gsm8k/make_small_model.py" --tokenizer "$TOKENIZER" --output-dir "$MODEL" --seed "$SEED"
 fi
 

@@ -12,6 +12,7 @@ reinforcement learning has to look at the pictures to mend that.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import shutil
 import sys
@@ -92,16 +93,20 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     out, seed = arguments.output_dir, arguments.seed
-    if (out / "model" / "model.safetensors").exists():
+    done = out / "prepared.json"
+    if done.exists() and json.loads(done.read_text()) == {"seed": seed}:
         print(f"Using the data and model prepared earlier in {out} (delete the folder to start over).")
         return
+    done.unlink(missing_ok=True)
     rng = random.Random(seed)
     train, val = draw_rows(NUM_TRAIN, "train", rng), draw_rows(NUM_VAL, "val", rng)
     for split, rows in (("train", train), ("val", val)):
         write(out / "data", split, rows, rng)
     started = time.time()
-    shutil.rmtree(out / "warm_start", ignore_errors=True)
+    for folder in ("warm_start", "model"):
+        shutil.rmtree(out / folder, ignore_errors=True)
     shutil.copytree(warm_start(out / "warm_start", seed, rng), out / "model")
+    done.write_text(json.dumps({"seed": seed}))
     print(f"Warm start took {time.time() - started:.0f} s")
 
 

@@ -43,6 +43,7 @@ def test_the_main_job_looks_at_images(engine: str, tmp_path: Path, monkeypatch: 
         prepare.write(tmp_path / "data", split, prepare.draw_rows(16, split, rng), rng)
     tokenizer = scene.build_tokenizer()
     scene.save(tmp_path / "model", scene.build_model(tokenizer, 1), tokenizer)
+    (tmp_path / "prepared.json").write_text('{"seed": 1}')
     settings = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8", "trainer.save_freq=1"]
     settings += ["trainer.record_freq=1"]
     settings += ["actor_rollout_ref.actor.checkpoint.save_contents=[model,hf_model]", "trainer.total_training_steps=2"]

@@ -319,3 +319,26 @@ def test_held_out_rows_and_columns_of_several_kinds(tmp_path: Path) -> None:
     assert read(tmp_path / "a.parquet") == [{"a": 1, "b": None}, {"a": 2, "b": "x"}]
     with pytest.raises(ValueError, match=r"a\.parquet: a column holds values of different types"):
         schema.write_rows([{"a": 1}, {"a": "x"}], tmp_path / "a.parquet")
+
+
+def test_an_interrupted_write_leaves_no_file_that_looks_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recipe that is started again takes a file that is there for finished."""
+
+    def broken(table: Any, where: Path, **more: Any) -> None:
+        where.write_bytes(b"PAR1")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(schema.pq, "write_table", broken)
+    with pytest.raises(KeyboardInterrupt):
+        schema.write_rows([{"a": 1}], tmp_path / "train.parquet")
+    assert not (tmp_path / "train.parquet").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    def main(argv: list[str] | None) -> None:
+        schema.write_rows([{"a": 1}], tmp_path / "file" / "train.parquet")
+
+    with pytest.raises(SystemExit, match=r"error: .*file"):
+        schema.run(main)

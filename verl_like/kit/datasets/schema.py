@@ -160,7 +160,9 @@ def write_rows(rows: list[dict[str, Any]], path: Path, *, show_sample: bool = Tr
         raise ValueError(
             f"{path}: a column holds values of different types ({error}); write them as JSON text"
         ) from error
-    pq.write_table(table, path, row_group_size=_IMAGE_ROWS if "images" in columns else None)
+    partial = path.with_name(f".{path.name}.part")  # scripts take a file that is there for whole
+    pq.write_table(table, partial, row_group_size=_IMAGE_ROWS if "images" in columns else None)
+    partial.replace(path)
     print(f"{path}: {len(rows):,} rows")
     if show_sample:
         text = json.dumps(rows[0], indent=2, ensure_ascii=False, default=lambda data: f"<{len(data):,} bytes>")
@@ -173,8 +175,9 @@ def _shortened(text: str, limit: int = 4000) -> str:
 
 
 def run(main: Callable[[list[str] | None], None]) -> None:
-    """Entry point of a script: ValueErrors are shown as one line, without a traceback."""
+    """Entry point of a script: ValueErrors, and files that cannot be read or written, are shown as one line, without a
+    traceback."""
     try:
         main(None)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
