@@ -28,12 +28,11 @@ from verl_like.kit.selfcheck.step_proof import (
     frozen_rollouts,
     plain_step,
     prove_step,
-    ranks_of_proof,
     schedules,
 )
 from verl_like.kit.selfcheck.tiny import CHARACTERS, write_tiny_model
 from verl_like.kit.selfcheck.work import comparable
-from verl_like.models import exact, families, lora, vision
+from verl_like.models import exact, families, lora, packing, vision
 from verl_like.models.loading import load_tokenizer
 from verl_like.models.token_layout import TokenLayout
 from verl_like.trainer import ppo, roles
@@ -123,6 +122,7 @@ def test_weights_come_from_ranks_on_another_machine(
 
 
 Plant = Callable[[pytest.MonkeyPatch], None]
+OF_AGENTS = ["algorithm.agent_reward_norm.method=asym_clip", "algorithm.agent_reward_norm.grouping=kind"]
 KL = ["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0.5"]
 
 
@@ -171,6 +171,15 @@ def without_the_last(own: Any, *given: Any) -> Iterator[Any]:
 def by_alpha_alone(own: Any, adapters: Any, parts: dict[str, Tensor]) -> Tensor:
     delta = parts["lora_B.weight"].float() @ parts["lora_A.weight"].float()
     return (parts["weight"].float() + adapters.alpha * delta).to(parts["weight"].dtype)
+
+
+def scaled_by_alpha(own: Any, module: Any, base: Any, rank: int, scale: float, *given: Any) -> None:
+    own(module, base, rank, scale * rank, *given)
+
+
+def with_few_positions(own: Any, *given: Any, **options: Any) -> Any:
+    inputs = own(*given, **options)
+    return dataclasses.replace(inputs, position_ids=inputs.position_ids.clamp(max=40))
 
 
 def with_a_frozen(own: Any, *given: Any, **options: Any) -> Any:
@@ -249,6 +258,12 @@ FAULTS: dict[str, tuple[str, Plant, str]] = {
         "actor: optimizer steps",
     ),
     "the merge scales by alpha": ("lora", around(lora.Adapters, "_sum", by_alpha_alone), "actor: change"),
+    "training scales by alpha": ("lora", around(lora.LoRALinear, "__init__", scaled_by_alpha), "old log-probs"),
+    "positions wrong behind what other rows reach": (
+        "grpo",
+        around(packing, "pack", with_few_positions),
+        "old log-probs",
+    ),
     "A is frozen": ("lora", around(lora, "attach", with_a_frozen), "actor: mini-batch 1: gradient norm"),
     "A learns twice": ("lora", around(lora.LoRALinear, "forward", a_twice), "actor: mini-batch 1: gradient norm"),
     "ids that only pad are likely": (
@@ -417,6 +432,22 @@ CREDIT: dict[str, tuple[list[str], Plant, str]] = {
         around(reward_shaping, "clip", lambda own, values, bound, *_: (values.clamp(max=bound or 1e9), {})),
         "step 1: rewards",
     ),
+    "rewards of agents are compared within a state": (
+        ["algorithm.adv_estimator=grpo", *OF_AGENTS],
+        around(reward_shaping, "row_groups", lambda own, rollouts, grouping: own(rollouts, "state")),
+        "step 1: rewards",
+    ),
+    "the overlong buffer punishes every row": (
+        [
+            "algorithm.adv_estimator=grpo",
+            "reward_model.overlong_buffer.enable=True",
+            "reward_model.overlong_buffer.len=16",
+            "reward_model.overlong_buffer.penalty_factor=1.0",
+            "reward_model.overlong_buffer.only_key=right",
+        ],
+        around(reward_shaping, "_chosen", lambda own, key, scores: own(None, scores)),
+        "step 1: rewards",
+    ),
     "a row is rejected by the sum of its tokens, not by their mean": (
         [
             "algorithm.adv_estimator=grpo",
@@ -497,8 +528,16 @@ def test_what_others_planted_is_found(model: str, monkeypatch: pytest.MonkeyPatc
             "algorithm.reward_norm.std=group",
             "algorithm.reward_clip=0.4",
         ],
+        [
+            *OF_AGENTS,
+            "algorithm.agent_reward_norm.clip=[-0.5,0.8]",
+            "reward_model.overlong_buffer.enable=True",
+            "reward_model.overlong_buffer.len=16",
+            "reward_model.overlong_buffer.penalty_factor=1.0",
+            "reward_model.overlong_buffer.only_key=right",
+        ],
     ],
-    ids=["difficulty", "metric", "shaping", "rewards"],
+    ids=["difficulty", "metric", "shaping", "rewards", "agents"],
 )
 def test_no_false_alarm(model: str, keys: list[str]) -> None:
     config = compose([*COMMON, "algorithm.adv_estimator=grpo", *keys, f"actor_rollout_ref.model.path={model}"])
@@ -556,26 +595,3 @@ def test_a_model_that_sees_is_proved_with_images(
     findings, notes = prove_step(compose([*COMMON, "algorithm.adv_estimator=grpo", *own]), ranks=1)
     wrong = [each.name for each in findings if not each.passed]
     assert notes == [] and (wrong == [] if fault is None else wrong[0] == "step 1: old log-probs"), table(findings)
-
-
-@pytest.mark.parametrize(
-    ("keys", "asked", "needed"),
-    [
-        ([f"{FSDP}.fsdp_size=4", f"{FSDP}.pipeline_parallel_size=2"], 1, 2),  # fewer than a copy has: all hold one
-        ([f"{FSDP}.fsdp_size=4", f"{FSDP}.pipeline_parallel_size=2"], 6, 8),
-        ([f"{FSDP}.fsdp_size=4", "critic.model.fsdp_config.fsdp_size=6"], 5, 12),
-        ([f"{FSDP}.fsdp_size=2", f"{FSDP}.tensor_parallel_size=2"], 3, 4),
-    ],
-)
-def test_a_proof_has_ranks_for_every_mesh(keys: list[str], asked: int, needed: int) -> None:
-    of_run = ["data.train_files=x.parquet", "algorithm.adv_estimator=gae", "trainer.n_gpus_per_node=24"]
-    assert ranks_of_proof(compose([*of_run, *keys]), asked) == needed
-
-
-def test_a_mesh_that_no_number_of_ranks_has_is_refused() -> None:
-    """A run on two ranks has one copy, of both; on more, copies are of three, which pairs do not divide."""
-    keys = [f"{FSDP}.fsdp_size=3", f"{FSDP}.tensor_parallel_size=2", "trainer.n_gpus_per_node=2"]
-    config = compose([*COMMON, "algorithm.adv_estimator=grpo", *keys])
-    assert ranks_of_proof(config, 2) == 2
-    with pytest.raises(ValueError, match=r"tensor_parallel_size=2 does not divide (?s:.*) ranks from 4 on .*--ranks"):
-        ranks_of_proof(config, 3)

@@ -50,6 +50,38 @@ FAULTS = {
         GRPO,
         "step 1: actor: mini-batch 1: gradient norm",
     ),
+    "gradients_averaged": (
+        """
+        from verl_like.parallel import fsdp
+        from verl_like.parallel.sharding import local_tensor
+
+        own = fsdp.Sharding.complete_gradients
+
+        def averaged(self):
+            own(self)
+            for p in self.parameters():
+                if p.grad is not None:
+                    local_tensor(p.grad).div_(2)
+
+        fsdp.Sharding.complete_gradients = averaged
+        """,
+        GRPO,
+        "step 1: actor: mini-batch 1: gradient norm",
+    ),
+    "gradients_not_reduced": (
+        """
+        import torch.distributed as dist
+
+        own = dist.all_reduce
+
+        def of_scalars(tensor, *given, **named):
+            return own(tensor, *given, **named) if tensor.numel() < 64 else None
+
+        dist.all_reduce = of_scalars
+        """,
+        [*GRPO, f"{ACTOR}.fsdp_config.fsdp_size=1"],
+        "step 1: actor: mini-batch 1: gradient norm",
+    ),
     "ranks_swapped": (
         """
         import dataclasses

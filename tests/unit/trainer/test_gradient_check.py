@@ -56,7 +56,7 @@ CONFIGS: dict[str, list[str]] = {
     "one update": [*ROWS_ALONE, *IS_AND_RS[:1], f"{ACTOR}.ppo_mini_batch_size=1024"],
     "capped": [*ROWS_ALONE, f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=5.0"],
     "vetoed": [*ROWS_ALONE, f"{CORRECTION}.rollout_token_veto_threshold=1e-4"],
-    "skipped": [*ROWS_ALONE, f"{ACTOR}.ratio_skip_threshold=2.0"],
+    "skipped": [*ROWS_ALONE, f"{ACTOR}.ratio_skip_threshold=2.0", f"{ACTOR}.clip_ratio_high=0.4"],
     "critic": ["actor_rollout_ref.rollout.n=2", "algorithm.adv_estimator=gae", "data.train_files=x.parquet"],
 }
 FULL_KL = [f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=full", f"{ACTOR}.kl_loss_coef=0.5"]
@@ -161,14 +161,24 @@ def engine_without_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "response_positions", other)
 
 
-def positions(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor]) -> None:
+def packed(monkeypatch: pytest.MonkeyPatch, column: str, change: Callable[[Tensor], Tensor]) -> None:
     pack = packing.pack
 
     def other(*given: Any, **options: Any) -> Any:
         inputs = pack(*given, **options)
-        return dataclasses.replace(inputs, position_ids=change(inputs.position_ids))
+        return dataclasses.replace(inputs, **{column: change(getattr(inputs, column))})
 
     monkeypatch.setattr(packing, "pack", other)
+
+
+def rows_changed(monkeypatch: pytest.MonkeyPatch, change: Callable[[Experience], dict[str, Any]]) -> None:
+    """What the objective gets, once the engine has chosen its tokens."""
+    objective(monkeypatch, lambda call, outputs, rows, by: call(outputs, rows.replace(**change(rows)), by))
+
+
+def of_the_kl(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor]) -> None:
+    own = objectives.kl_penalty
+    monkeypatch.setattr(objectives, "kl_penalty", lambda *given: change(own(*given)))
 
 
 def narrow_window(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,6 +292,33 @@ def of_another_correction(monkeypatch: pytest.MonkeyPatch, **keys: Any) -> None:
     )
 
 
+def parts_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss of a micro-batch is divided by their number."""
+    cut, loss, count = FSDPEngine._cut, FSDPEngine._loss, [1]
+
+    def counting(*given: Any) -> Any:
+        parts = cut(*given)
+        count[0] = len(parts)
+        return parts
+
+    def divided(*given: Any) -> Any:
+        value, metrics = loss(*given)
+        return value / count[0], metrics
+
+    monkeypatch.setattr(FSDPEngine, "_cut", counting)
+    monkeypatch.setattr(FSDPEngine, "_loss", divided)
+
+
+def last_part_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut = FSDPEngine._cut
+
+    def without(*given: Any) -> Any:
+        parts = cut(*given)
+        return parts[:-1] if len(parts) > 2 else parts
+
+    monkeypatch.setattr(FSDPEngine, "_cut", without)
+
+
 VALUE, GRADIENT, LOG_PROBS = "plain model: loss", "plain model: gradient", "plain model: log-probs"
 BOTH = {VALUE, GRADIENT}
 OWN = {f"plain model: old log-probs of the update itself: {name}" for name in ("loss", "gradient")}
@@ -317,7 +354,7 @@ FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None], set[str]]] = 
     "reference and old log-probs exchanged": ("by token", lambda m: objective(m, wrong_reference), BOTH),
     "positions above 300": (
         "by token",
-        lambda m: positions(m, lambda p: torch.where(p > 300, p + 40, p)),
+        lambda m: packed(m, "position_ids", lambda p: torch.where(p > 300, p + 40, p)),
         {LONG + "log-probs", LONG + "gradient", LONG + "loss"},
     ),
     "sliding window one short": ("by token", narrow_window, {LONG + "log-probs", LONG + "gradient"}),
@@ -336,6 +373,48 @@ FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None], set[str]]] = 
         "capped",
         lambda m: of_another_correction(m, rollout_is_threshold="1e9"),
         BOTH,
+    ),
+    "tool text in the loss": ("by token", lambda m: rows_changed(m, lambda r: {"response_mask_T": inside(r)}), {VALUE}),
+    "old log-probs of another token": (
+        "by token",
+        lambda m: rows_changed(m, lambda r: {"old_log_probs_T": r.old_log_probs_T.roll(1)}),
+        BOTH,
+    ),
+    "advantages of another row": (
+        "by token",
+        lambda m: rows_changed(m, lambda r: {"advantages_BR": r.advantages_BR.roll(1, 0)}),
+        BOTH,
+    ),
+    "sign of the KL": ("by token", lambda m: of_the_kl(m, lambda kl: -kl), BOTH),
+    "KL x2": ("by token", lambda m: of_another_actor(m, kl_loss_coef=1.0), BOTH),
+    "the KL has no gradient": ("by token", lambda m: of_the_kl(m, Tensor.detach), {GRADIENT}),
+    "sign of the entropy": ("by token", lambda m: of_another_actor(m, entropy_coeff=-0.1), BOTH),
+    "clip range x2": ("by token", lambda m: of_another_actor(m, clip_ratio_low=0.4, clip_ratio_high=0.4), BOTH),
+    "clip bounds exchanged": ("skipped", lambda m: of_another_actor(m, clip_ratio_low=0.4, clip_ratio_high=0.2), BOTH),
+    "importance weights left out of the loss": (
+        "by row",
+        lambda m: rows_changed(m, lambda _: {"rollout_is_weights_T": None}),
+        BOTH,
+    ),
+    "importance weights left out by the driver": (
+        "by row",
+        lambda m: of_another_correction(m, rollout_is=None),
+        BOTH,
+    ),
+    "labels of another token": (
+        "by token",
+        lambda m: packed(m, "targets_N", lambda targets: targets.roll(1)),
+        {*BOTH, LOG_PROBS},
+    ),
+    "hidden states of the next token": (
+        "by token",
+        lambda m: packed(m, "select_N", lambda places: (places + 1).clamp(max=int(places.max()))),
+        {*BOTH, LOG_PROBS},
+    ),
+    "positions that do not restart": (
+        "by token",
+        lambda m: packed(m, "position_ids", lambda ids: torch.arange(ids.numel()).view(ids.shape)),
+        {*BOTH, LOG_PROBS},
     ),
     "no veto": ("vetoed", lambda m: of_another_correction(m, rollout_token_veto_threshold=None), BOTH),
     "critic's loss x2": ("critic", lambda m: scaled(m, 2.0, ValueObjective), CRITIC),
@@ -416,8 +495,20 @@ def one_segment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "plant",
-    [lambda m: objective(m, mean_of_means), lambda m: objective(m, whitened_inside), one_segment],
-    ids=["mean of means", "statistic of the micro-batch", "leaked segment"],
+    [
+        lambda m: objective(m, mean_of_means),
+        lambda m: objective(m, whitened_inside),
+        one_segment,
+        parts_counted,
+        last_part_forgotten,
+    ],
+    ids=[
+        "mean of means",
+        "statistic of the micro-batch",
+        "leaked segment",
+        "divided by their number",
+        "last forgotten",
+    ],
 )
 def test_what_depends_on_the_cut_is_found(
     plant: Callable[[pytest.MonkeyPatch], None],

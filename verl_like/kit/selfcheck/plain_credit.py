@@ -9,8 +9,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
+from typing import Any
 
 from verl_like.algorithms.reward_shaping import norm_scopes
+from verl_like.batch import PromptRow
 from verl_like.config import AlgorithmConfig, KLControlConfig, KLControlType, PPOConfig
 
 Numbers = list[float]
@@ -22,6 +24,8 @@ class PlainEpisode:
     """One response, its rows joined; a list has one number for each of its tokens."""
 
     group: int
+    asked: PromptRow
+    extras: dict[str, Any]  # what the reward function returned beside the score
     score: float = 0.0
     baseline: float = 0.0
     cut: bool = False  # at the length limit
@@ -47,11 +51,13 @@ def response_rewards(episodes: Sequence[PlainEpisode], config: PPOConfig, so_far
     for one in episodes:
         reward, length = one.score, len(one.mask)
         reward += by_length.coef * length / longest if by_length.enable else 0.0
-        if buffer.enable and not (one.cut and buffer.truncated != "penalise"):
+        chosen = buffer.only_key is None or bool(one.extras[buffer.only_key])
+        if buffer.enable and chosen and not (one.cut and buffer.truncated != "penalise"):
             reward -= (
                 buffer.penalty_factor * min(max(length - longest + buffer.len, 0), buffer.len) / max(buffer.len, 1)
             )
         found.append(0.0 if buffer.enable and one.cut and buffer.truncated == "zero" else reward)
+    found = _agent_normed(found, episodes, config.algorithm)
     so_far += found
     of_mean, of_deviation = norm_scopes(config.algorithm)
 
@@ -66,6 +72,23 @@ def response_rewards(episodes: Sequence[PlainEpisode], config: PPOConfig, so_far
         deviation = stdev(spread) if of_deviation is not None and len(spread) > 1 else 0.0
         normed.append(centred / (deviation + 1e-6) if deviation > 1e-6 else centred)
     return clipped([normed], config.algorithm.reward_clip)[0]
+
+
+def _agent_normed(rewards: Numbers, episodes: Sequence[PlainEpisode], algorithm: AlgorithmConfig) -> Numbers:
+    """Rewards less the mean of those that algorithm.agent_reward_norm compares, by their deviation and bounded."""
+    rule, found = algorithm.agent_reward_norm, Numbers()
+    if rule.method == "identity":
+        return rewards
+    known = {"state": lambda one: one.group, "batch": lambda _: 0, "inductive": lambda one: one.asked.data_source}
+    known |= {name: lambda one, name=name: getattr(one.asked, name) for name in ("data_source", "ability", "index")}
+    of = [known.get(rule.grouping, lambda one: one.asked.extra_info[rule.grouping])(one) for one in episodes]
+    for reward, mine in zip(rewards, of, strict=True):
+        others = [other for other, each in zip(rewards, of, strict=True) if each == mine]
+        value, deviation = reward - fmean(others), stdev(others) if len(others) > 1 else 0.0
+        if rule.method != "mean":
+            value = value / (deviation + 1e-6) if deviation > 1e-6 else 0.0
+        found.append(min(max(value, rule.clip[0]), rule.clip[1]) if rule.method == "asym_clip" else value)
+    return found
 
 
 def next_coefficient(control: KLControlConfig, coefficient: float, mean_kl: float, responses: int) -> float:

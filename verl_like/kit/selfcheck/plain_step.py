@@ -21,9 +21,8 @@ from verl_like.algorithms.advantages import AdvantageInputs, compute_advantages
 from verl_like.algorithms.corrections import correct_on_driver
 from verl_like.algorithms.kl import FULL_KL_KIND
 from verl_like.algorithms.minibatch import cut_minibatches
-from verl_like.algorithms.moments import RunningMoments
 from verl_like.algorithms.preparation import prepare_minibatch
-from verl_like.algorithms.reward_shaping import reward_components, shape_rewards
+from verl_like.algorithms.reward_shaping import reward_components
 from verl_like.batch import Evaluated, Rollouts, Scores, whole_episodes
 from verl_like.config import OptimConfig, PPOConfig
 from verl_like.config.batch_plan import needs_sum_pi_squared
@@ -222,7 +221,7 @@ class PlainStep:
     def __post_init__(self) -> None:
         self.kept = [row for row in range(len(self.rollouts)) if self._trainable(row)]
         self.kl_coef, self.mean_kl = self.config.algorithm.kl_ctrl.kl_coef, 0.0
-        self.rewards_so_far, self.moments = list[float](), RunningMoments()
+        self.rewards_so_far = list[float]()
 
     @property
     def trained(self) -> dict[str, PlainRole]:
@@ -281,7 +280,8 @@ class PlainStep:
         """Rewards and advantages of the kept rows. What has no formula here is borrowed, on what this step has made."""
         algorithm, rollouts = self.config.algorithm, self.rollouts
         episodes, means = self._episodes(), []
-        for one, reward in zip(episodes, self._rewards(episodes), strict=True):
+        rewards = response_rewards(episodes, self.config, self.rewards_so_far)
+        for one, reward in zip(episodes, rewards, strict=True):
             penalty = self._penalty(one)
             place_reward(one, reward, penalty, self.kl_coef)
             inside = [each for each, ok in zip(penalty, one.mask, strict=True) if ok]
@@ -309,18 +309,6 @@ class PlainStep:
     def _trainable(self, row: int) -> bool:
         return bool(self.scores.valid_B[row]) and bool(self.rollouts.response_mask_BR[row].any())
 
-    def _rewards(self, episodes: list[PlainEpisode]) -> list[float]:
-        """Reward of each response: what the shaping of rewards makes of its score; parts of that are borrowed."""
-        config = self.config
-        why = _borrowed_shaping(config)
-        if not why:
-            return response_rewards(episodes, config, self.rewards_so_far)
-        self.notes.append(f"rewards: shared formula ({', '.join(why)})")
-        longest = config.data.max_response_length
-        found = shape_rewards(config.algorithm, config.reward_model, self.rollouts, self.scores, self.moments, longest)
-        self.moments = found.moments
-        return [float(found.reward_B[one.rows[0]]) for one in episodes]
-
     def _episodes(self) -> list[PlainEpisode]:
         """The episodes of the kept rows, in the order of their first one."""
         found: dict[int, PlainEpisode] = {}
@@ -330,7 +318,8 @@ class PlainStep:
             if number not in found:
                 baseline = 0.0 if baseline_B is None else float(baseline_B[row])
                 group, score = int(self.rollouts.group_B[row]), float(self.scores.score_B[row])
-                found[number] = PlainEpisode(group=group, score=score, baseline=baseline)
+                asked, extras = self.rollouts.rows[row], self.scores.extras[row]
+                found[number] = PlainEpisode(group=group, asked=asked, extras=extras, score=score, baseline=baseline)
             found[number].rows.append(row)
             found[number].cut = bool(self.rollouts.cut_off_B[row])  # its last row's
         for one in found.values():
@@ -466,10 +455,3 @@ class PlainStep:
                 chosen = groups[start : start + role.ppo_mini_batch_size]
                 rows = [row for group in chosen for row, own in enumerate(group_B.tolist()) if own == group]
                 yield (epoch, start // role.ppo_mini_batch_size), rows
-
-
-def _borrowed_shaping(config: PPOConfig) -> list[str]:
-    """Options of the shaping of rewards that have no formula here."""
-    buffer = config.reward_model.overlong_buffer
-    found = ["algorithm.agent_reward_norm"] if config.algorithm.agent_reward_norm.method != "identity" else []
-    return found + ["reward_model.overlong_buffer.only_key"] * (buffer.enable and buffer.only_key is not None)

@@ -217,7 +217,16 @@ def frozen_rollouts(config: PPOConfig, vocab_size: int) -> tuple[Rollouts, Score
     ):  # the third and fourth row are one episode, whose history was rewritten
         episode_B[3], score_B[3] = 2, score_B[2]
     keys = {*config.algorithm.gdpo_reward_keys, config.algorithm.filter_groups.metric} - {"score", None}
+    chosen, column = config.reward_model.overlong_buffer.only_key, config.algorithm.agent_reward_norm.grouping
     hard = config.actor_rollout_ref.actor.sample_weight.difficulty_key
+
+    def given(row: int, episode: int) -> PromptRow:
+        info = {column: episode // 2 % 2, hard: number[episode].item()}
+        return PromptRow(index=row // n, data_source=f"selfcheck {row // n % 2}", messages=[], extra_info=info)
+
+    def returned(episode: int) -> dict[str, float]:
+        return {str(key): number[episode].item() for key in keys} | {str(chosen): float(episode % 3 > 0)}
+
     rollouts = Rollouts(
         prompt_ids_BP=pad_rows([of_prompt[row // n] for row in rows], side="left", dtype=torch.int32),
         prompt_length_B=torch.tensor([len(of_prompt[row // n]) for row in rows]),
@@ -231,15 +240,12 @@ def frozen_rollouts(config: PPOConfig, vocab_size: int) -> tuple[Rollouts, Score
         anchor_BR=step_BR.long() if config.algorithm.estimator.turns else None,
         weight_version_BR=torch.zeros_like(response_ids_BR),
         finish_reasons=["length" if row % 6 == 1 or row == 3 else "stop" for row in rows],
-        rows=[
-            PromptRow(index=row // n, data_source="selfcheck", messages=[], extra_info={hard: number[episode].item()})
-            for row, episode in zip(rows, episode_B.tolist(), strict=True)
-        ],
+        rows=[given(row, episode) for row, episode in zip(rows, episode_B.tolist(), strict=True)],
     )
     scores = Scores(
         score_B=score_B,
         valid_B=valid_B,
-        extras=[{str(key): number[episode].item() for key in keys} for episode in episode_B.tolist()],
+        extras=[returned(episode) for episode in episode_B.tolist()],
         failures=[None] * len(rows),
         baseline_B=torch.rand(prompts, generator=generator).repeat_interleave(n),
     )
