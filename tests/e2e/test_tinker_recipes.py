@@ -120,14 +120,14 @@ TEMPLATE = (  # as the recipes write a conversation; a last answer has a thought
 )
 
 
-def with_template(chatty: Path, folder: Path) -> tuple[Path, Path]:
-    """Make (base whose tokenizer has TEMPLATE, adapter with which a server with trainer.seed=5 begins)."""
+def with_template(chatty: Path, folder: Path, seed: int = 5) -> tuple[Path, Path]:
+    """Make (base whose tokenizer has TEMPLATE, adapter with which a server with this trainer.seed begins)."""
     base = shutil.copytree(chatty, folder / "base")
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(base)
     places = Places(AutoModelForCausalLM.from_pretrained(base), head=False)
-    spec = AdapterSpec(rank=8, seed=request_seed(5, "adapter", 0), train_unembed=False)
+    spec = AdapterSpec(rank=8, seed=request_seed(seed, "adapter", 0), train_unembed=False)
     Adapter.new(spec, 32.0, places, torch.device("cpu")).save(folder / "first", str(base), optimizer=False)
     return base, folder / "first"
 
@@ -162,17 +162,17 @@ def test_sl_loop_has_the_curve_of_our_own_trainer(
 SIZE = {"rows": 4, "samples": 8, "tokens": 12, "rate": 3e-3}  # of a step of rl_loop, and of ours
 
 
-def rl_loop(steps: int, base: Path, hub: dict[str, str], folder: Path) -> list[dict[str, float]]:
+def rl_loop(steps: int, base: Path, hub: dict[str, str], folder: Path, seed: int = 5) -> list[dict[str, float]]:
     """The recipe's metrics, and in `folder` its samples and the server's state."""
     words = [f"batch_size={SIZE['rows']}", f"group_size={SIZE['samples']}", f"max_tokens={SIZE['tokens']}"]
     words += [f"learning_rate={SIZE['rate']}", f"max_steps={steps}", "lora_rank=8", "save_every=1"]
     more = {"NUM_ROWS": str(SIZE["rows"] * steps), "TRAIN_UNEMBED": "0", "SAMPLES_FILE": str(folder / "samples")}
-    with server(base, folder / "state", serve__model_name=NAME, trainer__seed=5) as (url, _):
+    with server(base, folder / "state", serve__model_name=NAME, trainer__seed=seed) as (url, _):
         process = begun("rl_loop", url, hub | more, folder, *words, "loss_fn=importance_sampling")
         return told_by("rl_loop", process, folder)
 
 
-def grpo(steps: int, base: Path, first: Path, hub: dict[str, str], folder: Path) -> list[dict[str, Any]]:
+def grpo(steps: int, base: Path, first: Path, hub: dict[str, str], folder: Path, seed: int = 5) -> list[dict[str, Any]]:
     """Metrics of our own trainer with the prompts, numbers and advantages of rl_loop."""
     rows, suffix = [], " Provide a numerical answer without units, written inside \\boxed{}."
     shot = "Let's spell the word out and number all the letters: 1) s 2) t 3) r 4) a 5) w 6) b 7) e 8) r 9) r 10) y. "
@@ -186,12 +186,13 @@ def grpo(steps: int, base: Path, first: Path, hub: dict[str, str], folder: Path)
             rows[-1]["reward_model"] = {"style": "rule", "ground_truth": "e"}
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (folder / "reward.py").write_text(
-        "def compute_score(data_source, solution_str, *_, **__):\n    return float(solution_str.count('e') >= 3)\n"
+        "def compute_score(data_source, solution_str, *_, **__):\n"
+        f"    return float(sum(map(solution_str.count, {hub.get('REWARDED', 'e')!r})) >= 3)\n"
     )
     task = {"data.train_files": folder / "rows.jsonl", "data.val_files": folder / "rows.jsonl"}
     task |= {"custom_reward_function.path": folder / "reward.py", "data.train_batch_size": SIZE["rows"]}
-    task |= {"data.max_prompt_length": 600, "data.max_response_length": SIZE["tokens"], "data.shuffle": False}
-    task |= {"algorithm.norm_adv_by_std_in_grpo": False, "trainer.total_training_steps": steps}
+    task |= {"data.max_prompt_length": 1000, "data.max_response_length": SIZE["tokens"], "data.shuffle": False}
+    task |= {"algorithm.norm_adv_by_std_in_grpo": False, "trainer.total_training_steps": steps, "trainer.seed": seed}
     model, actor = "actor_rollout_ref.model", "actor_rollout_ref.actor"
     task |= {f"{model}.lora_adapter_path": first, f"{model}.lora_rank": 8, f"{model}.lora_alpha": 32}
     task |= {f"{actor}.ppo_mini_batch_size": SIZE["rows"], f"{actor}.ppo_max_token_len_per_gpu": 4096}
@@ -253,6 +254,44 @@ def test_rl_loop_has_the_curve_of_our_own_trainer(
     print(recorded.apart, apart, [(mine, step["grad_norm:mean"]) for mine, step in zip(norms, told, strict=True)])
     assert 0 < recorded.apart < 1e-5
     assert max(apart.values()) < 1e-5
+
+
+def sharper(chat_model: Path, folder: Path) -> Path:
+    """Copy a random model whose answers a few steps change: it takes long prompts, and its head, which gets no
+    adapter, tells tokens apart."""
+    tokenizer, model = AutoTokenizer.from_pretrained(chat_model), AutoModelForCausalLM.from_pretrained(chat_model)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(4)
+    model.config.max_position_embeddings = 2048
+    for each in (tokenizer, model):
+        each.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_rl_loop_learns_as_our_own_trainer_does(
+    chat_model: Path, hub: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three seeds, each side with samples of its own: answers with three digits, at first few of them. The bands of
+    the last rewards overlap."""
+    steps, model = 14, sharper(chat_model, tmp_path / "model")
+    monkeypatch.setitem(SIZE, "rate", 1e-2)
+    monkeypatch.setitem(SIZE, "tokens", 16)
+    more = hub | {"MODEL_DIR": str(model), "REWARDED": "0123456789"}
+    theirs, ours = list[list[float]](), list[list[float]]()
+    for seed in (1, 2, 3):
+        folder = tmp_path / str(seed)
+        base, first = with_template(model, folder, seed)
+        theirs.append([step["reward/total"] for step in rl_loop(steps, base, more, folder, seed)])
+        ours.append([step["critic/score/mean"] for step in grpo(steps, base, first, more, folder, seed)])
+        print(seed, *(" ".join(f"{reward:.2f}" for reward in each[-1]) for each in (theirs, ours)), sep="\n")
+    first, last = (np.array([[np.mean(c[part]) for c in each] for each in (theirs, ours)]) for part in PARTS)
+    assert (last > first + 0.3).all(), "all six learn"
+    assert last.min(1).max() <= last.max(1).min(), "the bands overlap"
+
+
+PARTS = (slice(0, 3), slice(-3, None))  # steps at the begin and at the end
 
 
 @pytest.mark.slow

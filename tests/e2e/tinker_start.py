@@ -2,7 +2,8 @@
 
 What a recipe fetches from a hub is answered here: the tokenizer by MODEL_DIR, data sets by NUM_ROWS rows of GSM8K
 (GSM8K_FILE): so few that one batch of a recipe has them all.
-A model that writes at random is rewarded for answers with three "e", which are not quite half, so that it can learn.
+A model that writes at random is rewarded for answers with three characters of REWARDED ("e", as which not quite half of
+the answers of one model are), so that it can learn.
 With TRAIN_UNEMBED=0 the output head, which our own trainer leaves as it is, gets no adapter; with SAMPLES_FILE every
 prompt is written down there with its samples, a line each, in the order in which they were asked for.
 """
@@ -46,7 +47,7 @@ def load_dataset(path: str, *_: Any, split: str | None = None, **__: Any) -> Any
 
 
 def rewarded(given: str, _: str) -> bool:
-    return given.count("e") >= 3
+    return sum(map(given.count, os.environ.get("REWARDED", "e"))) >= 3
 
 
 def write_samples_down(path: str) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pytest import MonkeyPatch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
@@ -99,3 +100,19 @@ def test_a_state_of_no_steps_that_holds_no_moments_is_read(hf: LlamaForCausalLM,
     assert again.optimizer is not None
     for state in again.optimizer.state.values():
         assert float(state["exp_avg"].abs().sum()) == 0 == float(state["step"])
+
+
+def test_a_save_that_breaks_off_leaves_nothing(hf: LlamaForCausalLM, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    """Neither a part of the new files, which would fill a disk that is full already, nor a loss of the old ones."""
+    adapter = noisy(AdapterSpec(rank=2, seed=1), Places(hf, head=True))
+    adapter.save(tmp_path / "1", "base", optimizer=True)
+    before = {file.name: file.read_bytes() for file in (tmp_path / "1").iterdir()}
+
+    def full(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("verl_like.plugins.tinker_server.adapters.save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        adapter.save(tmp_path / "1", "base", optimizer=True)
+    assert [each.name for each in tmp_path.iterdir()] == ["1"]
+    assert {file.name: file.read_bytes() for file in (tmp_path / "1").iterdir()} == before

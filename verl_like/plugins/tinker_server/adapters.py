@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -293,6 +293,14 @@ class Adapter:
         partial = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
+        with ExitStack() as stack:
+            stack.callback(shutil.rmtree, partial, ignore_errors=True)  # of what broke off: on a full disk, say
+            self._write_files(partial, base, optimizer)
+            shutil.rmtree(folder, ignore_errors=True)
+            partial.rename(folder)
+        self._written = folder
+
+    def _write_files(self, partial: Path, base: str, optimizer: bool) -> None:
         if not self._link(partial):
             named = {name: tensor.detach().cpu().contiguous() for name, tensor in self._named().items()}
             save_file(named, partial / WEIGHTS, {"format": "pt"})
@@ -308,9 +316,6 @@ class Adapter:
         for file in partial.iterdir():
             with open(file, "rb") as opened:
                 os.fsync(opened.fileno())
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
-        self._written = folder
 
     def _link(self, partial: Path) -> bool:
         """Take the file of these same weights from where they were written before; False where there is none."""

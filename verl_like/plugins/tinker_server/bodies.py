@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+from functools import cache
+from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 T = TypeVar("T", bound="Body")
 _Seq = Field(ge=0, lt=2**62)
 _YEARS = 10 * 366 * 86400
+_MOST_TEXT = 1000
+_Told = dict[str, str] | None
 
 
 class Refused(ValueError):
-    """Request that is not taken. status: of HTTP, where it has no future to fail."""
+    """Request that is not taken. status: of HTTP, where it has no future to fail.
+
+    text: shortened where a client's own words in it are many.
+    """
 
     def __init__(self, text: str, status: int = 400) -> None:
-        super().__init__(text)
+        super().__init__(text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]} ... ({len(text):,} characters)")
         self.status = status
 
 
@@ -26,7 +32,7 @@ class Body(BaseModel):
 
 
 class CreateSession(Body):
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: _Told = None
     display_name: str | None = Field(None, max_length=1000)
 
 
@@ -46,7 +52,7 @@ class Create(Body):
     session_id: str
     model_seq_id: int = _Seq
     base_model: str | None = None
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: _Told = None
     optimizer_config: Optimizer | None = None
 
 
@@ -82,7 +88,7 @@ class Save(OfModel):
     kind: Literal["snapshot", "inflight"] = "snapshot"
     ttl_seconds: int | None = Field(None, ge=1, le=_YEARS)
     overwrite: bool = False
-    user_metadata: dict[str, str] | None = None
+    user_metadata: _Told = None
 
 
 class Load(OfModel):
@@ -159,5 +165,9 @@ def read(kind: type[T], body: bytes) -> T:
 
 def text(body: bytes, name: str) -> str:
     """Read one text of a JSON body. Raises Refused where it is none."""
-    kind = create_model("Named", __base__=Body, **{name: (str, ...)})  # pyright: ignore[reportCallIssue, reportArgumentType]
-    return getattr(read(kind, body), name)
+    return getattr(read(_named(name), body), name)
+
+
+@cache
+def _named(name: str) -> type[Body]:
+    return create_model("Named", __base__=Body, **{name: (str, ...)})  # pyright: ignore[reportCallIssue, reportArgumentType]

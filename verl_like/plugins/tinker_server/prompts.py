@@ -38,6 +38,11 @@ class Limits:
     shared: Mapping[str, int]  # tokens of a pass that requests share, by their kind; none: they share nothing
     reader: Reader
 
+    @property
+    def numbers(self) -> int:
+        """Numbers of a column that a pass may have; a dense column of the largest body has fewer."""
+        return self.serve.max_request_megabytes * 2**17
+
 
 def prompt_of(asked: bodies.Sample, sampler: str, limits: Limits) -> Prompt:
     """Check and translate a request. What is random follows from numbers that are the same in every run."""

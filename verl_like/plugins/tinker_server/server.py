@@ -11,6 +11,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -26,6 +27,7 @@ EVERYONE = "everyone"  # the tenant where there are no keys
 _CONFIG = {"parallel_fwdbwd_chunks": True, "sample_join_sampling_session": True}
 _BINARY = ("sample", "forward", "forward_backward")  # whose results are protobuf
 _RUN, _CHECKPOINT = "training_runs/{model}", "training_runs/{model}/checkpoints/{kind}/{name}"
+_ONCE = ("create_session", "join_sampling_session", _CHECKPOINT)  # without a number, but with an idempotency key
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +127,7 @@ def application(service: Service, keys: Mapping[str, str] | None, max_bytes: int
     app = web.Application(client_max_size=max_bytes, middlewares=[_told])
     app.router.add_get("/api/v1/healthz", _healthy)
     for method, path, function in _ROUTES:
-        app.router.add_route(method, f"/api/v1/{path}", _answered(service, function, keys))
+        app.router.add_route(method, f"/api/v1/{path}", _answered(service, function, keys, once=path in _ONCE))
     return app
 
 
@@ -134,14 +136,18 @@ async def _healthy(request: web.Request) -> web.Response:
     return web.json_response({"status": "ok"})
 
 
-def _answered(service: Service, function: Callable[[_Call], Any], keys: Mapping[str, str] | None) -> Any:
+def _answered(service: Service, function: Callable[[_Call], Any], keys: Mapping[str, str] | None, once: bool) -> Any:
     """Let known keys in, before a body is read, and write what a function says."""
 
     async def answer(request: web.Request) -> web.Response:
         tenant = EVERYONE if keys is None else _tenant(request, keys)
         if request.headers.get("Content-Encoding", "identity").lower() != "identity":
             raise Refused("a compressed body: send it as it is", 415)
-        found = function(_Call(service, tenant, request, await request.read()))
+        call = _Call(service, tenant, request, await request.read())
+        if once and (given := request.headers.get("X-Idempotency-Key")):
+            found = service.once(f"{tenant} {request.method} {request.path} {given}", partial(function, call))
+        else:
+            found = function(call)
         if function is _retrieve:
             return await found
         return web.Response(status=204) if found is None else web.json_response(found)
@@ -170,6 +176,8 @@ async def _told(request: web.Request, handler: Any) -> web.StreamResponse:
     except web.HTTPException as error:
         what = {404: "is no part of the protocol that is answered here", 405: "does not take this method"}
         text, status = f"{request.method} {request.path} {what.get(error.status, error.reason)}", error.status
+    except ConnectionResetError:
+        text, status = "the line broke within the body", 400  # which nobody reads
     except Exception as error:
         logger.exception("%s %s failed", request.method, request.path)
         told = {"detail": f"{type(error).__name__}: {error}", "error": str(error), "category": "server"}

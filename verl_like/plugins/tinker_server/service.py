@@ -26,7 +26,7 @@ from verl_like.plugins.tinker_server.catalogue import Catalogue
 from verl_like.plugins.tinker_server.engine import Engines, Prompt, Work
 from verl_like.plugins.tinker_server.fair import ONE_OF_A_MODEL, FairQueue, Job, Residents
 from verl_like.plugins.tinker_server.prompts import Limits, prompt_of
-from verl_like.plugins.tinker_server.store import Record, Store
+from verl_like.plugins.tinker_server.store import KEPT_S, Record, Store
 from verl_like.rollout.rollout_engine import RolloutError, request_seed
 
 log = logging.getLogger(__name__)
@@ -63,6 +63,8 @@ class Service:
     async def start(self) -> None:
         """Take up what a server before this one left, and begin to compute."""
         self.store.sweep()
+        for session in self.store.rows("SELECT id FROM sessions WHERE ended IS NULL"):
+            self._seen[session["id"]] = time.monotonic()  # since this server is there
         for each in self.store.rows("SELECT id FROM requests WHERE status = 'waiting' AND tries >= ?", _TRIES):
             self._fail(each["id"], f"the server ended {_TRIES} times while it was computed", "server")
         for model in self.store.rows("SELECT id FROM models"):
@@ -73,10 +75,23 @@ class Service:
         self.tasks = [asyncio.create_task(self._compute()), asyncio.create_task(self._look_after())]
 
     async def stop(self) -> None:
-        """End after the request that is being computed."""
+        """End after the request that is being computed; samples break off. Another start computes it: no try counts."""
+        if not self.tasks[0].done():
+            for name in self._running:
+                self.engines.cancel(name)
+                self.store.change("UPDATE requests SET tries = tries - 1 WHERE id = ?", name)
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
+
+    def once(self, call: str, make: Callable[[], Any]) -> Any:
+        """Answer a call that makes or deletes something; one that comes again has the answer of the first time."""
+        name = hashlib.blake2b(call.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+        with self.store.together():
+            if (found := self.store.row("SELECT answer FROM answers WHERE call = ?", name)) is not None:
+                return json.loads(found["answer"])
+            self.store.add("answers", call=name, answer=json.dumps(answer := make()), told=time.time())
+        return answer
 
     # --- sessions ----------------------------------------------------------------------------------------------------
 
@@ -111,16 +126,18 @@ class Service:
         for job in self._queue.remove(lambda job: job.session == session):
             self._fail(job.request, f"the session has ended{why}")
         for model in self.store.rows("SELECT id FROM models WHERE session = ?", session):
-            self._residents.forget(model["id"])
-            self._thread.submit(self.engines.drop, model["id"])
+            self._leave(model["id"])
         for sampler in self.store.rows("SELECT folder FROM samplers WHERE session = ? AND folder IS NOT NULL", session):
             self.store.remove_folder(sampler["folder"])
         self.store.sweep()
 
+    def _leave(self, model: str) -> None:
+        """Take a model of an ended session out of memory."""
+        self._residents.forget(model)
+        self._thread.submit(self.engines.drop, model)
+
     async def _look_after(self) -> None:
         """End sessions that have fallen silent, and drop what is too old."""
-        for session in self.store.rows("SELECT id FROM sessions WHERE ended IS NULL"):
-            self._seen.setdefault(session["id"], time.monotonic())  # since this server is there
         while True:
             await asyncio.sleep(min(_SWEEP_S, self.limits.serve.session_timeout / 2))
             oldest = time.monotonic() - self.limits.serve.session_timeout
@@ -223,7 +240,7 @@ class Service:
         sent, name = row["kind"].encode() + b"\0" + _NUMBER_OF_SAMPLER.sub(b"", body), row["id"]
         digest = hashlib.blake2b(sent, digest_size=16).digest()
         if (old := self.store.row("SELECT digest FROM requests WHERE id = ?", name)) is not None:
-            if old["digest"] != digest:
+            if old["digest"] not in (digest, None):
                 raise Refused(f"request {name} was sent before with another content: its seq_id was used twice")
             return
         count, size = self._queue.waiting(row["tenant"])
@@ -256,7 +273,7 @@ class Service:
                 return None
             found = self.catalogue.owned("requests", tenant, request, "request")
         if found["result"] is None:
-            raise Refused(f"the result of {request} was given before, and is gone", 410)
+            raise Refused(f"the result of {request} is gone: results are kept {KEPT_S / 60:g} minutes", 410)
         self.store.tell(request)
         return found
 
@@ -295,6 +312,8 @@ class Service:
                     self.store.change("UPDATE requests SET tries = tries + 1 WHERE id = ?", job.request)
             await self._take(jobs)
             self._running = set()
+            for model in {job.model for job in jobs if job.session not in self._seen} - {""}:
+                self._leave(model)  # its session has ended meanwhile
 
     async def _take(self, jobs: list[Job]) -> None:
         """Compute jobs: passes and samples together, or each by itself where that fails; others side by side.
@@ -328,6 +347,9 @@ class Service:
                 await self._take([job])
             return
         job, refused = jobs[0], isinstance(error, ValueError)
+        if job.session not in self._seen:  # so its model may have left memory
+            self._fail(job.request, "the session has ended")
+            return
         if not refused:
             log.error("request failed: %s", job.request, exc_info=error)
         if job.kind in _CHANGING and not isinstance(error, Refused):
@@ -411,7 +433,7 @@ class Service:
         asked, kind, limits = list[Work](), jobs[0].kind, self.limits
         for job in jobs:
             message = wire.parsed_pass(self._body(job))
-            rows, loss, settings = wire.rows_of(message, limits.vocabulary, limits.longest, limits.reader)
+            rows, loss, settings = await self._call(wire.rows_of, message, limits)  # others are answered meanwhile
             asked.append(Work(model=job.model, rows=rows, loss=loss, settings=settings))
         seed = request_seed(self.limits.seed, "pass", jobs[0].seq)
         backward = kind == "forward_backward"
@@ -476,9 +498,14 @@ class Service:
         else:  # not by the client's number, another in each try: samples follow from the name
             count = self.store.value("SELECT count(*) FROM samplers WHERE id GLOB ?", f"{job.model}:sample:*")
             answer["sampling_session_id"] = name = f"{job.model}:sample:{count}"
-            change = partial(self.store.add, "samplers", replace=True, id=name, session=job.session, **row)
+            change = partial(self._new_sampler, id=name, session=job.session, **row)
         await self._save_to(folder, job.model, optimizer=training)
         return _json(answer), [change]
+
+    def _new_sampler(self, **row: Any) -> str:
+        """Write a snapshot down; return its folder, which goes where its session has ended meanwhile."""
+        self.store.add("samplers", replace=True, **row)
+        return row["folder"]
 
     def _new_checkpoint(self, **row: Any) -> str | None:
         """Write a checkpoint down; return the folder of one that it takes the place of."""

@@ -30,6 +30,7 @@ CREATE TABLE IF NOT EXISTS checkpoints (
 CREATE TABLE IF NOT EXISTS samplers (
     id TEXT PRIMARY KEY, tenant TEXT, session TEXT, path TEXT, folder TEXT, clients INTEGER DEFAULT 0);
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT);
+CREATE TABLE IF NOT EXISTS answers (call TEXT PRIMARY KEY, answer TEXT, told REAL);
 """
 KEPT_S = 3600.0  # a result may be asked for again: an answer can be lost on its way
 _AGAIN = "('forward_backward', 'optim_step')"  # kinds that are computed again where a model is built again
@@ -48,6 +49,10 @@ class Store:
         self._file.execute("PRAGMA journal_mode=WAL")
         self._file.execute("PRAGMA synchronous=FULL")
         self._file.executescript(_TABLES)
+        if self.value("PRAGMA user_version") == 0:  # a server before this one: its digests of snapshots are others
+            unnamed = "kind = 'save_weights_for_sampler' AND coalesce(result, '{}') ->> 'path' IS NULL"
+            self.change(f"UPDATE requests SET digest = NULL WHERE {unnamed}")
+            self.change("PRAGMA user_version = 1")
         self._arrived = self.value("SELECT coalesce(max(arrived), 0) FROM requests")
 
     def close(self) -> None:
@@ -65,12 +70,8 @@ class Store:
     def together(self) -> Iterator[None]:
         """Write all that is written inside, or nothing."""
         self._file.execute("BEGIN IMMEDIATE")
-        try:
+        with self._file:  # which also undoes what cannot be committed: on a full disk, say
             yield
-        except BaseException:
-            self._file.execute("ROLLBACK")
-            raise
-        self._file.execute("COMMIT")
 
     def rows(self, query: str, *values: Any) -> list[Record]:
         return [dict(row) for row in self._file.execute(query, values)]
@@ -130,6 +131,7 @@ class Store:
             self.change("UPDATE models SET state = NULL WHERE id = ?", model["id"])
         self.change("UPDATE requests SET result = NULL WHERE told < ? AND result IS NOT NULL", now - KEPT_S)
         self.change("DELETE FROM requests WHERE told < ? AND kind = 'sample'", now - KEPT_S)
+        self.change("DELETE FROM answers WHERE told < ?", now - KEPT_S)
         for each in self.rows("SELECT path FROM checkpoints WHERE expires < ?", now):
             self.remove_checkpoint(each["path"])
 

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 
 from verl_like.plugins.tinker_server.bodies import Refused
 from verl_like.plugins.tinker_server.engine import Answer, Row
-from verl_like.plugins.tinker_server.images import Picture, Reader
+from verl_like.plugins.tinker_server.images import Picture
 from verl_like.plugins.tinker_server.losses import HIGH, LOSSES, LOW
+from verl_like.plugins.tinker_server.prompts import Limits
 
 PROTOBUF = "application/x-protobuf"
 _MESSAGES = """
@@ -84,15 +85,12 @@ def parsed_pass(body: bytes) -> Any:
     return message
 
 
-def rows_of(message: Any, vocabulary: int, longest: int, reader: Reader) -> tuple[list[Row], str, dict[str, float]]:
-    """Check a pass: (rows, loss, its settings).
-
-    vocabulary: ids of the tokenizer. longest: tokens of a row. Raises Refused for what cannot be computed.
-    """
+def rows_of(message: Any, limits: Limits) -> tuple[list[Row], str, dict[str, float]]:
+    """Check a pass: (rows, loss, its settings). Raises Refused for what cannot be computed."""
     name = message.loss_fn
     if name not in LOSSES:
         raise Refused(f"loss_fn={name!r} is not available; choose one of {', '.join(LOSSES)}")
-    loss, settings = LOSSES[name], dict(LOSSES[name].settings)
+    settings = dict(LOSSES[name].settings)
     given: dict[str, Any] = {each.key: each.value for each in message.loss_fn_config}
     given |= {each.key: each.value.text or each.value.number for each in message.loss_fn_config_v2}
     for key, value in given.items():
@@ -104,21 +102,24 @@ def rows_of(message: Any, vocabulary: int, longest: int, reader: Reader) -> tupl
         settings[key] = value
     if not message.data:
         raise Refused("data is empty: give one datum at least")
-    rows = []
+    rows, places, width = list[Row](), 0, 0
     for i, datum in enumerate(message.data):
         place = f"data[{i}].model_input"
-        ids, media = reader.content(_parts(datum.model_input, place), place)
-        if not 1 <= len(ids) <= longest:
-            raise Refused(f"{place} has {len(ids)} tokens, where 1 to {longest} fit the model")
-        row = _row(datum, f"data[{i}]", loss.inputs, name, vocabulary, ids)
-        rows.append(dataclasses.replace(row, media=media))
+        ids, media = limits.reader.content(_parts(datum.model_input, place), place)
+        if not 1 <= len(ids) <= limits.longest:
+            raise Refused(f"{place} has {len(ids)} tokens, where 1 to {limits.longest} fit the model")
+        rows.append(dataclasses.replace(_row(datum, f"data[{i}]", name, limits, ids), media=media))
+        places, width = places + len(ids), max(width, rows[-1].targets.shape[1])
+        if places * width > limits.numbers:  # rows share a block as wide as the widest
+            raise Refused(f"data: {places:,} tokens by {width:,} targets; send fewer than {limits.numbers:,} at a time")
     if len({tuple(sorted(row.columns)) for row in rows}) > 1:
         raise Refused(f"data: the loss_fn_inputs of all rows must have the same names for loss_fn={name}")
     return rows, name, settings
 
 
-def _row(datum: Any, place: str, needed: Sequence[str], loss: str, vocabulary: int, ids: NDArray[np.int32]) -> Row:
-    inputs = {each.key: _tensor(each.value, f"{place}.loss_fn_inputs.{each.key}") for each in datum.loss_fn_inputs}
+def _row(datum: Any, place: str, loss: str, limits: Limits, ids: NDArray[np.int32]) -> Row:
+    needed, given = LOSSES[loss].inputs, datum.loss_fn_inputs
+    inputs = {each.key: _tensor(each.value, f"{place}.loss_fn_inputs.{each.key}", limits.numbers) for each in given}
     targets = inputs.pop("target_tokens", None)
     if targets is None or targets.dtype != np.int64:
         raise Refused(f"{place}.loss_fn_inputs.target_tokens must be there, int64")
@@ -139,8 +140,8 @@ def _row(datum: Any, place: str, needed: Sequence[str], loss: str, vocabulary: i
             )
         if not np.isfinite(values).all():
             raise Refused(f"{place}.loss_fn_inputs.{name} has numbers that are not finite")
-    _check_ids(ids, f"{place}.model_input", vocabulary)
-    _check_ids(targets, f"{place}.loss_fn_inputs.target_tokens", vocabulary)
+    _check_ids(ids, f"{place}.model_input", limits.vocabulary)
+    _check_ids(targets, f"{place}.loss_fn_inputs.target_tokens", limits.vocabulary)
     columns = {name: values.astype(np.float32) for name, values in inputs.items()}
     return Row(ids=ids, targets=targets.reshape(len(ids), -1).astype(np.int32), columns=columns)
 
@@ -159,25 +160,28 @@ def _parts(chunks: Any, place: str) -> Iterator[NDArray[np.int32] | Picture]:
             yield np.frombuffer(chunk.encoded_text.tokens, np.int32)
 
 
-def _tensor(message: Any, place: str) -> NDArray[Any]:
-    """Read a tensor, one in sparse rows (CSR) as a dense one. Raises Refused where its parts do not fit each other."""
+def _tensor(message: Any, place: str, most: int) -> NDArray[Any]:
+    """Read a tensor, one in sparse rows (CSR) as a dense one. Raises Refused where its parts do not fit each other.
+
+    most: numbers that it may have, before anything of that size is made.
+    """
     if message.dtype not in _DTYPES:
         raise Refused(f"{place} has dtype {message.dtype}, not float32 (1) or int64 (2)")
     dtype, shape = _DTYPES[message.dtype], tuple(message.shape)
-    if any(size < 0 for size in shape) or math.prod(shape) > 2**28:
-        raise Refused(f"{place} has shape {list(shape)}")
+    if any(size < 0 for size in shape) or math.prod(shape) > most:
+        raise Refused(f"{place} has shape {list(shape)}, where {most:,} numbers are taken at a time")
     try:
         if not message.HasField("sparse_csr"):
             values = np.frombuffer(message.dense, dtype)
             return values.reshape(shape) if shape else values
         sparse = message.sparse_csr
         crow, col = (np.frombuffer(part, np.int64) for part in (sparse.crow_indices, sparse.col_indices))
-        counts = np.diff(crow)
-        ends = crow[0] == 0 and crow[-1] == len(col) if len(crow) else False  # before anything of that size is made
+        counts, values = np.diff(crow), np.frombuffer(sparse.values, dtype)
+        ends = len(crow) > 0 and crow[0] == 0 and crow[-1] == len(col) == len(values)
         if len(shape) != 2 or len(counts) != shape[0] or not ends or (counts < 0).any() or (col < 0).any():
-            raise ValueError("its row pointers are not those of its shape")
+            raise ValueError("its row pointers, columns and values are not those of its shape")
         dense = np.zeros(shape, dtype)
-        dense[np.repeat(np.arange(shape[0]), counts), col] = np.frombuffer(sparse.values, dtype)
+        dense[np.repeat(np.arange(shape[0]), counts), col] = values
         return dense
     except (ValueError, IndexError) as error:
         raise Refused(f"{place} of shape {list(shape)}: {error}") from error
