@@ -122,7 +122,7 @@ def suggest(path: str, objective: str = "ppo") -> str:
         whole = own
     if misspelt is not None and misspelt.endswith(f".{name}"):  # only the section is misspelt
         whole = whole or misspelt
-    foreign = None if whole or misspelt in spelled else _foreign(path.split("."))
+    foreign = None if whole or misspelt in spelled or path in _verl_names(True) else _foreign(path.split("."))
     nearest = whole or misspelt or _nearest(section, name)
     if foreign is not None and not ("no counterpart" in foreign and (nearest or "").endswith(f".{path}")):
         return f"; {foreign}"
