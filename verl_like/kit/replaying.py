@@ -131,6 +131,8 @@ def _of_step(step: int, first: Recorded, second: Recorded, tolerance: float) -> 
         if name in ("seconds_B", "episode_names"):
             continue  # how long grading took; names, which older records have not
         a, b = first.columns.get(key), second.columns.get(key)
+        if name == "rewards_T" and (a is None or b is None):
+            continue  # older records have none
         if isinstance(a, Tensor) and isinstance(b, Tensor):
             yield _of_tensors(step, phase, name, a, b, first.columns.get(f"{phase}.response_length_B"), tolerance)
         else:
