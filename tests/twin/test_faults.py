@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -44,7 +45,7 @@ def test_one_rank_of_many_sees_faults(on_twin: Run) -> None:
     found = on_twin([planted("", world=64), *(planted(name) for name in faults), planted("shards_of_eight", world=64)])
     assert complaints(found["sound"], 64) == ""
     told = {name: complaints(each, 64 if name == "shards_of_eight" else 8) for name, each in found.items()}
-    assert "on the same device" in told["tensor_on_the_cpu"]
+    assert re.search("on the same device|two different devices", told["tensor_on_the_cpu"])  # torch 2.13, torch 2.11
     assert "read engine/fsdp.py:" in told["item_per_micro_batch"]
     assert "FSDPEngine._loss" in told["item_per_micro_batch"]
     assert "buckets take" in told["bucket_twice_as_large"]
