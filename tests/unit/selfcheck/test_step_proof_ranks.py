@@ -68,20 +68,6 @@ FAULTS = {
         GRPO,
         "step 1: actor: mini-batch 1: gradient norm",
     ),
-    "gradients_not_reduced": (
-        """
-        import torch.distributed as dist
-
-        own = dist.all_reduce
-
-        def of_scalars(tensor, *given, **named):
-            return own(tensor, *given, **named) if tensor.numel() < 64 else None
-
-        dist.all_reduce = of_scalars
-        """,
-        [*GRPO, f"{ACTOR}.fsdp_config.fsdp_size=1"],
-        "step 1: actor: mini-batch 1: gradient norm",
-    ),
     "ranks_swapped": (
         """
         import dataclasses
