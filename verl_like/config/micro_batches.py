@@ -39,7 +39,7 @@ class Lowered:
     """Sizes that the micro-batches of one role have since memory ran out: for the rest of the run, new starts too."""
 
     role: str
-    most: Mapping[str, int] = field(default_factory=dict)  # by kind of pass: tokens, or sequences, of a micro-batch
+    most: Mapping[str, int] = field(default_factory=dict)  # by kind of pass: tokens; "... by sequences"
     apart: frozenset[str] = frozenset()  # kinds of pass whose budget counts every row whole
     count: int = 0  # times that memory ran out
 
@@ -48,8 +48,11 @@ class PassTooLarge(MemoryError):
     """Error of a pass that ran out of memory and cannot be repeated; a new start goes on with `lowered` instead."""
 
     def __init__(self, text: str, lowered: Lowered) -> None:
-        super().__init__(text)
+        super().__init__(text, lowered)  # both, so that it can be pickled
         self.lowered = lowered
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -97,6 +97,9 @@ def _is_string(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
+_OF_SFT = "; %s is a name of verl's sft_trainer: `verl-like sft` has it"
+
+
 def find_key(path: str) -> Key | None:
     """The leaf that this dotted path sets: itself, or the open dictionary that contains it."""
     table = keys()
@@ -108,26 +111,29 @@ def find_key(path: str) -> Key | None:
     return None
 
 
-def suggest(path: str, objective: str = "ppo") -> str:
+def suggest(path: str, objective: str = "rl") -> str:
     """Suggestion for an unknown key, as text for an error message.
 
     The nearest known key or name of verl's, or what a name of ROLL's or Colossal-RL's is called here; silence is better
     than a key that has only a word like `enable` in common. objective: that of the run, whose own names count.
     """
     section, _, name = path.rpartition(".")
-    spelled = _verl_names(objective != "ppo")
-    misspelt = _misspelt(path, (*keys(), *sections(), *spelled) if section else spelled)
+    spelled = _verl_names(objective in ("sft", "preference"))
+    names = (*keys(), *sections(), *spelled) if section else spelled
+    misspelt = None if path in names else _misspelt(path, names)
     whole = _ending(path) or _below(section, name) if section else None
     if (own := f"{objective}.{name}") in keys():
         whole = own
     if misspelt is not None and misspelt.endswith(f".{name}"):  # only the section is misspelt
         whole = whole or misspelt
-    foreign = None if whole or misspelt in spelled or path in _verl_names(True) else _foreign(path.split("."))
+    if section and whole is None and path in _verl_names(True) and path not in spelled:
+        return _OF_SFT % path
+    foreign = None if whole or misspelt in spelled else _foreign(path.split("."))
     nearest = whole or misspelt or _nearest(section, name)
     if foreign is not None and not ("no counterpart" in foreign and (nearest or "").endswith(f".{path}")):
         return f"; {foreign}"
     if nearest is None and (other := _misspelt(path, _verl_names(True))):
-        return f"; {other} is a name of verl's sft_trainer: `verl-like sft` has it"
+        return _OF_SFT % other
     return f"; did you mean {nearest}?" if nearest else "; docs/configuration.md lists all keys"
 
 

@@ -59,6 +59,7 @@ _NOT_RESCUED = (
 )
 
 
+_BY_SEQUENCES = " by sequences"
 _KEYS = {  # by kind of pass
     "update": "actor_rollout_ref.actor.ppo_max_token_len_per_gpu (or ppo_micro_batch_size_per_gpu; the critic has its "
     "own)",
@@ -185,8 +186,8 @@ class Rescue:
         if not sizes.count:
             return {}
         found = {"perf/out_of_memory": Metric(value=float(sizes.count), reduction="max")}
-        if "update" in sizes.most:
-            found["perf/lowered_micro_batch"] = Metric(value=float(sizes.most["update"]), reduction="max")
+        for name in {"update", f"update{_BY_SEQUENCES}"} & sizes.most.keys():
+            found["perf/lowered_micro_batch"] = Metric(value=float(sizes.most[name]), reduction="max")
         return found
 
     def model_done(self) -> None:
@@ -195,7 +196,7 @@ class Rescue:
 
     def _lowered(self, kind: str, rule: MicroBatchRule, sizes: Lowered | None = None) -> MicroBatchRule:
         sizes = sizes or self._sizes
-        most = sizes.most.get(kind)
+        most = sizes.most.get(_name(kind, rule))
         if most is None:
             return rule
         if rule.max_tokens is not None:
@@ -212,13 +213,18 @@ class Rescue:
         assert size is not None
         sizes = replace(self._sizes, count=self._sizes.count + 1)
         if size > least:
-            return replace(sizes, most={**sizes.most, kind: max(size // 2, least)})
+            return replace(sizes, most={**sizes.most, _name(kind, rule): max(size // 2, least)})
         if rule.max_tokens is not None and self._shares and not rule.apart:
             return replace(sizes, most={**sizes.most, kind: size}, apart=sizes.apart | {kind})
         raise torch.OutOfMemoryError(
             f"out of memory with one row in a micro-batch (the longest has {longest:,} tokens): shorten "
             "data.max_response_length, or see `verl-like plan` for what takes the memory"
         )
+
+
+def _name(kind: str, rule: MicroBatchRule) -> str:
+    """Name the size of a kind of pass: roles that share an engine may count in the other unit."""
+    return kind if rule.max_tokens is not None else kind + _BY_SEQUENCES
 
 
 def _longest(batch: Sequences) -> int:

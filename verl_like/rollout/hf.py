@@ -287,7 +287,7 @@ class HFRolloutEngine(SteppedRolloutEngine):
             )
             logits_bkV = self._module.get_output_embeddings()(output.last_hidden_state[:, -keep:])
             return logits_bkV[..., : self.tokenizer_size]
-        if self._lean is not None and ids_bs.shape[1] == 1:
+        if self._lean is not None and ids_bs.shape[1] == 1 and self._lean.is_whole:
             logits_b1V = self._lean.logits(ids_bs, positions_bs, batch.mask_bS, batch.cache)
             return logits_b1V[..., : self.tokenizer_size]
         output = self._module(
@@ -403,7 +403,7 @@ class HFRolloutEngine(SteppedRolloutEngine):
 
     def shutdown(self) -> None:
         super().shutdown()
-        self._model, self._storages, self._batches, self._waiting = None, [], [], []
+        self._model, self._lean, self._storages, self._batches, self._waiting = None, None, [], [], []
 
 
 def _parts(alike: list[list[Row]], max_tokens: int) -> Iterator[list[list[Row]]]:

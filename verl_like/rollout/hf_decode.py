@@ -63,6 +63,12 @@ class LeanDecoder:
         self._eps, self._scale = config.rms_norm_eps, inner.layers[0].self_attn.scaling
         self._heads, self._key_heads = config.num_attention_heads, config.num_key_value_heads
         self._layers = [_Layer.of(layer) for layer in inner.layers]
+        self._parts = list(hf.modules())
+
+    @property
+    def is_whole(self) -> bool:
+        """True while no hook acts on the model's modules, as those of adapters do: here they would not be called."""
+        return not any(part._forward_hooks or part._forward_pre_hooks for part in self._parts)
 
     @classmethod
     def of(cls, hf: PreTrainedModel) -> Self | None:

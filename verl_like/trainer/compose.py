@@ -185,7 +185,7 @@ def take_back_stages(tree: DictConfig, asked: Mapping[str, str]) -> dict[str, st
 
 def _take_objective(settings: Settings) -> str:
     """Read the changes as verl's program of trainer.objective spells them, over its defaults. Returns the objective."""
-    chosen = ["ppo", *(text.partition("=")[2] for text in settings.groups if text.startswith("objective@"))]
+    chosen = ["rl", *(text.partition("=")[2] for text in settings.groups if text.startswith("objective@"))]
     chosen += [str(change.value) for change in _leaves(settings.changes) if change.key == "trainer.objective"]
     if chosen[-1] in PARTS["names"]:
         settings.groups.append(_group_override("objective", None, chosen[-1]))

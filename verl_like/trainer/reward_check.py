@@ -173,20 +173,23 @@ def try_rewards(config: PPOConfig, facts: Facts, rewards: RewardManager) -> None
 def refuse_unknown_numbers(config: PPOConfig, reports: dict[str, SourceReport]) -> None:
     """Refuse keys that name a number which no answer got of the graders (ValueError).
 
-    Not where a reward model, a tool or an agent loop may add it.
+    Not where a reward model, a tool or an agent loop may add it, nor where reference answers say little: some rows have
+    none, or a grader of one's own takes none of them as right. The curriculum, which passes over answers without
+    its number, has a warning.
     """
     multi_turn, loops = config.actor_rollout_ref.rollout.multi_turn, config.actor_rollout_ref.rollout.agent
     if config.reward_model.enable or multi_turn.enable or loops.agent_loop_config_path is not None:
         return
+    if any(each.no_reference for each in reports.values()) or not any(each.right for each in reports.values()):
+        return
     named = of_reward_function(config.algorithm, config.reward_model)
-    if (curriculum := config.data.curriculum).enable and curriculum.metric not in (None, "score"):
-        named[curriculum.metric] = "data.curriculum.metric"
     known = set[str]().union(*(report.numbers for report in reports.values()))
-    if any(report.right + report.wrong for report in reports.values()):
-        told = f"the reward function returned {', '.join(sorted(known - {'score'})) or 'nothing but a score'}"
-        raise_if_any(
-            [f"{key}={name}: {told} for all reference answers" for name, key in named.items() if name not in known]
-        )
+    returned = ", ".join(sorted(known - {"score"})) or "nothing but a score"
+    told = f"%s=%s: the reward function returned {returned} for all reference answers"
+    curriculum = config.data.curriculum
+    if curriculum.enable and curriculum.metric not in (None, "score", *known):
+        logger.warning(told, "data.curriculum.metric", curriculum.metric)
+    raise_if_any([told % (key, name) for name, key in named.items() if name not in known])
 
 
 def refuse_missing_answers(config: PPOConfig, dataset: Dataset) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -210,7 +211,10 @@ def test_a_new_start_halves_until_rows_are_single(kind: str, shares: bool) -> No
         count=1 + len(seen),
     )
     by_count = told_of(kind, MicroBatchRule(max_sequences=5), Lowered(role="critic"), batch, shares)
-    assert by_count.lowered.most == {kind: 2} and "with 2 sequences" in str(by_count)
+    assert by_count.lowered.most == {f"{kind} by sequences": 2} and "with 2 sequences" in str(by_count)
+    by_tokens = told_of(kind, RULE, by_count.lowered, batch, shares)  # of another role with the same engine
+    assert by_tokens.lowered.most == {f"{kind} by sequences": 2, kind: 100}
+    assert str(pickle.loads(pickle.dumps(by_tokens))) == str(by_tokens)
 
 
 def test_an_engine_begins_with_what_an_earlier_start_had_to_lower(process: ProcessInfo, tmp_path: Path) -> None:

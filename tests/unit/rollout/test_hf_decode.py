@@ -17,7 +17,12 @@ SIZES: dict[str, Any] = {
     **{"vocab_size": 61, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2},
     **{"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8},
 }
-FAMILIES = {"llama": LlamaConfig(**SIZES), "qwen2": Qwen2Config(**SIZES), "qwen3": Qwen3Config(**SIZES)}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "rope_theta": 1e4}
+FAMILIES = {
+    "llama": LlamaConfig(**SIZES),
+    "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SIZES, rope_parameters=YARN),
+}
 
 
 def built(config: Any, dtype: torch.dtype = torch.float32) -> Any:
@@ -56,6 +61,9 @@ def test_logits_are_those_of_transformers(family: str, dtype: torch.dtype, atol:
         torch.testing.assert_close(found, expected, rtol=0.0 if dtype == torch.float32 else 0.05, atol=atol)
     for mine, usual in zip(caches[1].layers, caches[0].layers, strict=True):
         torch.testing.assert_close(mine.keys, usual.keys, rtol=0.05, atol=atol)
+    assert lean.is_whole
+    model.model.layers[1].mlp.up_proj.register_forward_hook(lambda *_: None)  # as an adapter does
+    assert not lean.is_whole
 
 
 def test_models_of_another_form_keep_transformers_code() -> None:
@@ -66,6 +74,7 @@ def test_models_of_another_form_keep_transformers_code() -> None:
         built(MistralConfig(**SIZES)),
         built(Qwen2Config(**SIZES, hidden_act="gelu")),
         built(LlamaConfig(**SIZES, mlp_bias=True)),
+        built(Qwen3Config(**SIZES, attention_bias=True)),
         built(Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=0)),
     ):
         assert LeanDecoder.of(model) is None

@@ -22,6 +22,7 @@ from verl_like.algorithms.masked import masked_mean, masked_var
 from verl_like.algorithms.minibatch import denominators_of
 from verl_like.algorithms.objectives import PolicyObjective, ValueObjective
 from verl_like.batch import Denominators, Experience
+from verl_like.engine import microbatch
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.kit.selfcheck import check, driver
 from verl_like.kit.selfcheck.check import SelfCheck
@@ -294,29 +295,29 @@ def of_another_correction(monkeypatch: pytest.MonkeyPatch, **keys: Any) -> None:
 
 def parts_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss of a micro-batch is divided by their number."""
-    cut, loss, count = FSDPEngine._cut, FSDPEngine._loss, [1]
+    cut, objective, count = microbatch.cut, PolicyObjective.__call__, [1]
 
-    def counting(*given: Any) -> Any:
-        parts = cut(*given)
+    def counting(*given: Any, **named: Any) -> Any:
+        parts = cut(*given, **named)
         count[0] = len(parts)
         return parts
 
     def divided(*given: Any) -> Any:
-        value, metrics = loss(*given)
+        value, metrics = objective(*given)
         return value / count[0], metrics
 
-    monkeypatch.setattr(FSDPEngine, "_cut", counting)
-    monkeypatch.setattr(FSDPEngine, "_loss", divided)
+    monkeypatch.setattr(microbatch, "cut", counting)
+    monkeypatch.setattr(PolicyObjective, "__call__", divided)
 
 
 def last_part_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    cut = FSDPEngine._cut
+    cut = microbatch.cut
 
-    def without(*given: Any) -> Any:
-        parts = cut(*given)
+    def without(*given: Any, **named: Any) -> Any:
+        parts = cut(*given, **named)
         return parts[:-1] if len(parts) > 2 else parts
 
-    monkeypatch.setattr(FSDPEngine, "_cut", without)
+    monkeypatch.setattr(microbatch, "cut", without)
 
 
 VALUE, GRADIENT, LOG_PROBS = "plain model: loss", "plain model: gradient", "plain model: log-probs"

@@ -155,7 +155,6 @@ def test_a_sample_of_64_is_graded_over_all_sources_and_rows(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["data.curriculum.enable=true", "data.curriculum.metric=solved"], "data.curriculum.metric=solved"),
         (["algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=fmt"], "filter_groups.metric=fmt"),
         (["data.curriculum.enable=true", "data.curriculum.metric=acc"], None),
         (["algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=seq_reward"], None),
@@ -163,15 +162,20 @@ def test_a_sample_of_64_is_graded_over_all_sources_and_rows(
     ],
 )
 def test_a_key_that_names_a_number_which_the_graders_do_not_return_is_refused(
-    tmp_path: Path, words: list[str], told: str | None
+    tmp_path: Path, words: list[str], told: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     dataset = make_dataset(tmp_path, {"math": ["7"]})
     rewards = Rewards(lambda text: RewardOutcome(score=float("7" in text), extras={"acc": True, "pred": "x"}))
     reports = grade_references(dataset, rewards, Tokenizer(), [0])
+    solved = ["data.curriculum.enable=true", "data.curriculum.metric=solved"]
+    refuse_unknown_numbers(compose(["data.train_files=x.parquet", "actor_rollout_ref.rollout.n=2", *solved]), reports)
+    assert "data.curriculum.metric=solved: the reward function returned acc for all" in caplog.text
     config = compose(["data.train_files=x.parquet", "actor_rollout_ref.rollout.n=2", *words])
     if told is None:
         return refuse_unknown_numbers(config, reports)
     with pytest.raises(ConfigError, match=rf"{told}: the reward function returned acc for all reference answers"):
         refuse_unknown_numbers(config, reports)
+    other_form = Rewards(lambda text: RewardOutcome(score=0.0))  # it takes no reference answer as right
+    refuse_unknown_numbers(config, grade_references(dataset, other_form, Tokenizer(), [0]))
     failed = Rewards(lambda text: RewardOutcome(kind="timeout", message="slow"))
     refuse_unknown_numbers(config, grade_references(dataset, failed, Tokenizer(), [0]))  # nothing is known of it

@@ -201,14 +201,7 @@ def frozen_rollouts(config: PPOConfig, vocab_size: int) -> tuple[Rollouts, Score
     sampled_B = (length_B - 1).clamp(min=1)  # every third row ends in a token that was not
     mask_BR[1::3] &= torch.arange(mask_BR.shape[1])[None, :] < sampled_B[1::3, None]
     number = torch.rand(len(rows), generator=generator)  # as scores: a 0 would hide where it lies
-    score_B, valid_B = number.clone(), torch.ones(len(rows), dtype=torch.bool)
-    score_B[2::4] *= 1 if config.algorithm.adv_estimator == "maxrl" else -1  # that takes none below 0
-    score_B[: min(n, 2)] = torch.tensor([1.0, 0.0])[: min(n, 2)]  # a group with a signal, whatever was drawn
-    score_B[n : 2 * n] = score_B[n] if n > 1 else score_B[n : 2 * n]  # and one without
-    valid_B[-1] = len(rows) < 4
-    if _ends_short(config):  # the last group failed as a whole, and one row of another
-        valid_B[-n:] = valid_B[2 * n - 1] = False
-        score_B[2 * n : 2 * n + 2] = torch.tensor([1.0, 0.0])
+    score_B, valid_B = _drawn_scores(config, number)
     starts_BR = mask_BR & ~mask_BR.roll(1, dims=1).index_fill(1, torch.tensor([0]), False)
     step_BR = (starts_BR.cumsum(dim=1) - 1).masked_fill(~mask_BR, -1).int()  # a turn is a run of sampled tokens
     episode_B = torch.arange(len(rows))
@@ -250,6 +243,20 @@ def frozen_rollouts(config: PPOConfig, vocab_size: int) -> tuple[Rollouts, Score
         baseline_B=torch.rand(prompts, generator=generator).repeat_interleave(n),
     )
     return rollouts, scores, [left_out] if left_out else []
+
+
+def _drawn_scores(config: PPOConfig, number_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Make scores of drawn numbers, and which of them are valid: with signal and without, and groups that failed."""
+    n = config.actor_rollout_ref.rollout.n
+    score_B, valid_B = number_B.clone(), torch.ones(len(number_B), dtype=torch.bool)
+    score_B[2::4] *= 1 if config.algorithm.adv_estimator == "maxrl" else -1  # that takes none below 0
+    score_B[: min(n, 2)] = torch.tensor([1.0, 0.0])[: min(n, 2)]  # a group with a signal, whatever was drawn
+    score_B[n : 2 * n] = score_B[n] if n > 1 else score_B[n : 2 * n]  # and one without
+    valid_B[-1] = len(number_B) < 4
+    if _ends_short(config):  # the last group failed as a whole, and one row of another
+        valid_B[-n:] = valid_B[2 * n - 1] = False
+        score_B[2 * n : 2 * n + 2] = torch.tensor([1.0, 0.0])
+    return score_B, valid_B
 
 
 def _as_trees(texts: list[list[int]], n: int) -> list[list[int]]:

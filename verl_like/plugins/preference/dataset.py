@@ -246,10 +246,11 @@ class PreferenceDataset(Items, SFTDataset):
             if start and said[: len(start)] == start:
                 return said[len(start) :]
         if prompt[-1]["role"] == "user" and said[0]["role"] in ("system", "user"):
+            left_out = "leave the column out (data.prompt_key=none): what both begin with is then the prompt"
+            or_else = "" if self._labelled else f", or {left_out}"
             raise ValueError(
                 f"{key} begins with a message of the {said[0]['role']}, and not with the prompt in the column "
-                f"{self.data.prompt_key}: give the answer alone, or leave the column out (data.prompt_key=none): then "
-                "what both conversations begin with is the prompt"
+                f"{self.data.prompt_key}: give the answer alone{or_else}"
             )
         return said
 

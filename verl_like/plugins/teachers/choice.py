@@ -147,7 +147,7 @@ def check_rows(config: DistillationConfig, dataset: Dataset) -> Iterator[str]:
         yield from problems_of(lambda: _numbers(config, values))
     elif several and files is not None:
         yield from problems_of(
-            lambda: _numbers(config, dict.fromkeys(cell and str(cell) for _, cell in files.extras(key)))
+            lambda: _numbers(config, dict.fromkeys(None if c is None else str(c) for _, c in files.extras(key)))
         )
     elif several:
         yield from problems_of(lambda: teacher_numbers(config, [dataset[0][1]]))

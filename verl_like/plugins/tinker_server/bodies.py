@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
-from typing import Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
 T = TypeVar("T", bound="Body")
 _Seq = Field(ge=0, lt=2**62)
 _YEARS = 10 * 366 * 86400
 _MOST_TEXT = 1000
-_Told = dict[str, str] | None
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, allow_nan=False)
+
+
+_Told = dict[str, Annotated[str, BeforeValidator(_as_text)]] | None  # the protocol answers with texts
 
 
 class Refused(ValueError):

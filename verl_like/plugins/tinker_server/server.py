@@ -145,7 +145,7 @@ def _answered(service: Service, function: Callable[[_Call], Any], keys: Mapping[
             raise Refused("a compressed body: send it as it is", 415)
         call = _Call(service, tenant, request, await request.read())
         if once and (given := request.headers.get("X-Idempotency-Key")):
-            found = service.once(f"{tenant} {request.method} {request.path} {given}", partial(function, call))
+            found = service.once([tenant, request.method, request.path, given], call.body, partial(function, call))
         else:
             found = function(call)
         if function is _retrieve:

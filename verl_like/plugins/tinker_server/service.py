@@ -84,9 +84,10 @@ class Service:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
-    def once(self, call: str, make: Callable[[], Any]) -> Any:
+    def once(self, call: list[str], body: bytes, make: Callable[[], Any]) -> Any:
         """Answer a call that makes or deletes something; one that comes again has the answer of the first time."""
-        name = hashlib.blake2b(call.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+        sent = " ".join(call).encode("utf-8", "surrogateescape") + b"\0" + body
+        name = hashlib.blake2b(sent, digest_size=16).hexdigest()
         with self.store.together():
             if (found := self.store.row("SELECT answer FROM answers WHERE call = ?", name)) is not None:
                 return json.loads(found["answer"])
@@ -239,8 +240,8 @@ class Service:
         """Write a request down and queue it; one that came before is the same one. is_due: others may wait for it."""
         sent, name = row["kind"].encode() + b"\0" + _NUMBER_OF_SAMPLER.sub(b"", body), row["id"]
         digest = hashlib.blake2b(sent, digest_size=16).digest()
-        if (old := self.store.row("SELECT digest FROM requests WHERE id = ?", name)) is not None:
-            if old["digest"] not in (digest, None):
+        if (old := self.store.row("SELECT digest, kind FROM requests WHERE id = ?", name)) is not None:
+            if old["digest"] not in (digest, None) or old["kind"] != row["kind"]:
                 raise Refused(f"request {name} was sent before with another content: its seq_id was used twice")
             return
         count, size = self._queue.waiting(row["tenant"])

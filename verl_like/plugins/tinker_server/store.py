@@ -46,11 +46,12 @@ class Store:
         (folder / "server.sqlite").touch(mode=0o600)  # it has the prompts of all tenants
         self._file = sqlite3.connect(folder / "server.sqlite", isolation_level=None)
         self._file.row_factory = sqlite3.Row
+        self._gone = list[str]()  # folders that are deleted behind what is written together
         self._file.execute("PRAGMA journal_mode=WAL")
         self._file.execute("PRAGMA synchronous=FULL")
         self._file.executescript(_TABLES)
         if self.value("PRAGMA user_version") == 0:  # a server before this one: its digests of snapshots are others
-            unnamed = "kind = 'save_weights_for_sampler' AND coalesce(result, '{}') ->> 'path' IS NULL"
+            unnamed = "kind = 'save_weights_for_sampler' AND json_extract(coalesce(result, '{}'), '$.path') IS NULL"
             self.change(f"UPDATE requests SET digest = NULL WHERE {unnamed}")
             self.change("PRAGMA user_version = 1")
         self._arrived = self.value("SELECT coalesce(max(arrived), 0) FROM requests")
@@ -70,8 +71,12 @@ class Store:
     def together(self) -> Iterator[None]:
         """Write all that is written inside, or nothing."""
         self._file.execute("BEGIN IMMEDIATE")
+        self._gone.clear()
         with self._file:  # which also undoes what cannot be committed: on a full disk, say
             yield
+        for folder in self._gone:
+            shutil.rmtree(folder, ignore_errors=True)
+        self._gone.clear()
 
     def rows(self, query: str, *values: Any) -> list[Record]:
         return [dict(row) for row in self._file.execute(query, values)]
@@ -148,5 +153,7 @@ class Store:
             "ON sessions.id = samplers.session WHERE folder = ? AND ended IS NULL)",
             *(folder, folder),
         )
-        if not users:
+        if not users and self._file.in_transaction:
+            self._gone.append(folder)  # until it is committed that nobody has it
+        elif not users:
             shutil.rmtree(folder, ignore_errors=True)
