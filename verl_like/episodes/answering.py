@@ -203,7 +203,10 @@ class Collection:
         requests = {name: future for trail in self.trails for name, future in trail.requests if not future.done()}
         if requests:
             self.client.abort(list(requests))
-            await asyncio.wait([asyncio.wrap_future(each) for each in requests.values()], timeout=GRACE_S)
+            left = [asyncio.wrap_future(each) for each in requests.values()]
+            for each in left:  # whoever asked has heard of an error: asyncio would tell it once more
+                each.add_done_callback(lambda request: request.cancelled() or request.exception())
+            await asyncio.wait(left, timeout=GRACE_S)
 
     @property
     def trails(self) -> list[Trail]:
