@@ -115,10 +115,19 @@ def main() -> None:
     parser.add_argument("--held-out", type=int, default=40, help="pairs kept for the accuracy")
     arguments = parser.parse_args()
     settings = Settings(steps=arguments.steps)
-    pairs = read_pairs(arguments.pairs)
+    try:
+        pairs = read_pairs(arguments.pairs)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        form = f"a JSON list of conversations of {', '.join(ROLES)}, each with chosen and rejected"
+        parser.error(f"--pairs={arguments.pairs}: {type(error).__name__}: {error}; it has to be {form}")
+    if len(pairs) <= arguments.held_out:
+        parser.error(f"--held-out={arguments.held_out}: {arguments.pairs} has {len(pairs)} pairs of unlike answers")
     random.Random(settings.seed).shuffle(pairs)
     held_out, training = pairs[: arguments.held_out], pairs[arguments.held_out :]
-    tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
+    except (OSError, ValueError) as error:
+        parser.error(f"--tokenizer={arguments.tokenizer}: {str(error).splitlines()[0]}")
     accuracy = train(arguments.output_dir, tokenizer, training, held_out, settings)
     model = arguments.output_dir / "model"
     print(f"accuracy: {accuracy:.3f} on pairs that it has not seen")
