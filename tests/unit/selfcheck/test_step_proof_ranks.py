@@ -68,6 +68,36 @@ FAULTS = {
         GRPO,
         "step 1: actor: mini-batch 1: gradient norm",
     ),
+    "gradients_of_own_rows": (
+        """
+        from verl_like.parallel import broken_pass
+
+        def alone(self, output_tensor, input_tensor, group, **named):
+            self.done = True
+            output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()])
+
+        broken_pass.Reduction.__call__ = alone
+        """,
+        GRPO,
+        "step 1: actor: mini-batch 1: gradient norm",
+    ),
+    "copies_apart": (
+        """
+        import inspect
+        from torch.distributed.fsdp._fully_shard import _fsdp_param_group as of_torch
+
+        own = of_torch.foreach_reduce
+
+        def apart(*given, **named):
+            bound = inspect.signature(own).bind(*given, **named)
+            bound.arguments["all_reduce_group"] = None
+            return own(*bound.args, **bound.kwargs)
+
+        of_torch.foreach_reduce = apart
+        """,
+        [*GRPO, f"{ACTOR}.fsdp_config.fsdp_size=1"],
+        "step 1: actor: mini-batch 1: gradient norm",
+    ),
     "ranks_swapped": (
         """
         import dataclasses
