@@ -62,5 +62,5 @@ def test_nothing_that_a_run_writes_holds_a_secret(tmp_path: Path, tiny_model: Pa
     assert any(code["sha256"] in record["message"] for record in records)
     kwargs = run.config["custom_reward_function"]["reward_kwargs"]
     assert kwargs["api_key"] == "(hidden)" and kwargs["url"].startswith("http://(hidden)@judge.example/v1?token=(hid")
-    with pytest.raises(ConfigError, match=r"reward_kwargs.api_key=\(hidden\): it was hidden .* given again"):
+    with pytest.raises(ConfigError, match=r"reward_kwargs.api_key=\(hidden\): it was hidden .* give it again"):
         compose([], [tmp_path / "out" / "config.yaml"])

@@ -508,7 +508,7 @@ def test_the_due_request_is_always_let_in(tmp_path: Path) -> None:
 
 def test_a_gap_in_the_numbers_ends_the_session(tmp_path: Path) -> None:
     async def go() -> None:
-        async with running(tmp_path, session_timeout=0.2) as server:
+        async with running(tmp_path, session_timeout=1.0) as server:
             tenant = await Tenant(server).begin()
             tenant.seq += 1
             future = await tenant.call(*tenant.body_of("pass", 1))

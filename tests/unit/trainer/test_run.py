@@ -35,7 +35,7 @@ def fits(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     todo: list[Any] = []
 
     @contextmanager
-    def build(ready: Any, launcher: Any, confirm: Any, kind: Any, *, again: bool) -> Iterator[Any]:
+    def build(ready: Any, launcher: Any, confirm: Any, kind: Any, *, again: bool, lowered: Any) -> Iterator[Any]:
         config = ready.config
         trainer = SimpleNamespace(config=config, state=SimpleNamespace(step=3), total_steps=3)
         trainer.plan, trainer.stop, trainer.first_step = SimpleNamespace(world_size=1), StopFlag(), 0
