@@ -23,7 +23,7 @@ from verl_like.algorithms.kl import FULL_KL_KIND
 from verl_like.algorithms.minibatch import cut_minibatches
 from verl_like.algorithms.preparation import prepare_minibatch
 from verl_like.algorithms.reward_shaping import reward_components
-from verl_like.batch import Evaluated, Rollouts, Scores, whole_episodes
+from verl_like.batch import Denominators, Evaluated, Rollouts, Scores, whole_episodes
 from verl_like.config import OptimConfig, PPOConfig
 from verl_like.config.batch_plan import needs_sum_pi_squared
 from verl_like.kit.selfcheck.driver import experience_of, old_log_probs_of
@@ -48,7 +48,7 @@ ROUNDING = 1e-3  # of a tensor's largest gradient: from less than that Adam make
 class Minibatch:
     """One optimizer step: what it computed. No gradient where no row had one."""
 
-    counts: tuple[int, int]  # denominators: tokens and episodes that are trained on
+    denominators: Denominators  # tokens and episodes that are trained on
     terms: dict[str, float]  # of the loss, by the metric's name
     scale: float  # sum of the rows' magnitudes
     norm: float  # of the gradient, before clipping
@@ -131,8 +131,12 @@ class PlainRole:
         norm, rate = self.optimizer.step(found.gradient)
         if self.model.adapters is not None:
             self.model.adapters.merge(self.model.hf)
-        counts = loss.joining.num_tokens, loss.joining.num_episodes
-        self.minibatches.append(Minibatch(counts=counts, terms=loss.terms, scale=found.scale, norm=norm, rate=rate))
+        by = Denominators(
+            num_tokens=loss.joining.num_tokens,
+            num_sequences=loss.joining.num_episodes,
+            max_response_length=loss.config.data.max_response_length,
+        )
+        self.minibatches.append(Minibatch(denominators=by, terms=loss.terms, scale=found.scale, norm=norm, rate=rate))
 
     @torch.no_grad()
     def take(self, weights: dict[str, Tensor]) -> None:

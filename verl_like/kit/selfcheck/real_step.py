@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from verl_like.algorithms.kl import KLController
-from verl_like.batch import Evaluated, Experience, Metric, Rollouts, Scores, merge_metrics
+from verl_like.batch import Denominators, Evaluated, Experience, Metric, Rollouts, Scores, merge_metrics
 from verl_like.config import PPOConfig
 from verl_like.config.actor import OldLogProbs
 from verl_like.config.batch_plan import BatchPlan, sampler_is_trainer
@@ -52,7 +52,7 @@ class RealStep:
     mean_kl: float  # of the penalty in the reward; 0 without it
     kl_coef: float  # of that penalty, for the next step
     minibatches: dict[str, list[dict[str, Metric]]]  # by role: the metrics of each optimizer step, over all ranks
-    denominators: dict[str, list[set[tuple[int, int]]]]  # by role, of each: (tokens, episodes) as the ranks get them
+    denominators: dict[str, list[set[Denominators]]]  # by role, of each optimizer step: as the ranks get them
     weights: dict[str, dict[str, Tensor]]  # by role, after the step: float32, as a rollout engine would get them
 
 
@@ -251,7 +251,7 @@ class _Kept:
 
     def __init__(self, handle: RoleHandle) -> None:
         self.handle, self.minibatches = handle, list[dict[str, Metric]]()
-        self.denominators = list[set[tuple[int, int]]]()
+        self.denominators = list[set[Denominators]]()
         handle.call = functools.partial(self._call, handle.call)
 
     def _call(self, call: Any, method: str, per_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -259,5 +259,5 @@ class _Kept:
         if method == "update":
             self.minibatches = [merge_metrics(parts) for parts in zip(*answers, strict=True)]
             steps = zip(*(minibatches for (minibatches,) in per_rank), strict=True)
-            self.denominators = [{(by.num_tokens, by.num_sequences) for _, by in shares} for shares in steps]
+            self.denominators = [{by for _, by in shares} for shares in steps]
         return answers

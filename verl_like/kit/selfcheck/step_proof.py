@@ -324,7 +324,7 @@ def _update(role: str, plain: PlainRecord, real: RealStep) -> Iterator[Finding]:
     same = len(steps) == len(expected)
     yield Finding(name=f"{role}: optimizer steps", difference=0.0 if same else math.inf)
     for number, (found, one) in enumerate(zip(steps, expected, strict=False)):
-        counted = real.denominators[role][number] == {one.counts}
+        counted = real.denominators[role][number] == {one.denominators}
         name = f"{role}: mini-batch {number + 1}: denominators"
         yield Finding(name=name, difference=0.0 if counted else math.inf)
         values = one.terms | {"grad_norm": one.norm, "lr": one.rate}
