@@ -74,7 +74,7 @@ def setup_driver_logging(
         path = Path(log_dir).expanduser() / f"{_PACKAGE}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
         # half a surrogate pair, as in a file's name that is no UTF-8, is written as \udc80: the line is not lost
-        file_handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
+        file_handler = _RunLog(path, encoding="utf-8", errors="backslashreplace")
         form = "%(message)s" if as_json else _FILE_FORMAT
         file_handler.setFormatter(DiscreetFormatter(form, as_json=as_json, run_id=run_id))
         file_handler.setLevel(logging.DEBUG)
@@ -107,6 +107,18 @@ def told_in_a_line(what: str, over: Callable[[], bool] = lambda: False) -> Itera
                 file.write(hidden("".join(traceback.format_exception(error))))
         first = next(iter(str(error).splitlines()), "no message")
         sys.exit(hidden(f"error: {what} failed: {type(error).__name__}: {first}; the whole text is in {path}"))
+
+
+class _RunLog(logging.FileHandler):
+    """Log file of a run, which may be gone when the process goes on: a line after that fails nobody.
+
+    Libraries that set logging up (vLLM, when it is imported) close the handlers of all; such a one opens its file again
+    at the next line, and the standard library's raises where it cannot.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.stream is not None or os.path.isdir(os.path.dirname(self.baseFilename)):
+            super().emit(record)
 
 
 def _terminal_handler(console: Console) -> logging.Handler:

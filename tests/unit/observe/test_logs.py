@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import io
 import json
-import logging
+import logging.config
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -64,3 +65,16 @@ def test_lines_do_not_reach_the_root_logger_that_hydra_configures(tmp_path: Path
     finally:
         logging.getLogger().removeHandler(handler)
     assert root_screen.getvalue() == ""
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_library_that_closes_the_handlers_of_all_takes_no_later_line(gone: bool, tmp_path: Path) -> None:
+    """As vLLM's import does. When the run's folder is gone by then, as `verl-like replay`'s, nobody fails."""
+    folder = tmp_path / "run"
+    setup_driver_logging(folder, console=Console(file=io.StringIO()))
+    logging.config.dictConfig({"version": 1, "disable_existing_loggers": False})
+    if gone:
+        shutil.rmtree(folder)
+    logging.getLogger("verl_like").info("goes on")
+    assert folder.exists() is not gone
+    assert gone or "goes on" in (folder / "verl_like.log").read_text()
