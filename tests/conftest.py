@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -110,6 +111,22 @@ def _no_sglang() -> str:
     from verl_like.plugins.sglang import compat
 
     return "" if compat.installed() else "needs SGLang: WITH_SGLANG=1 bash scripts/setup_env.sh (Linux on x86-64)"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_is_left_behind() -> Iterator[None]:
+    """A file's runs leave no log and no process group to the files after it, of which other orders have others."""
+    package = logging.getLogger("verl_like")
+    before = package.handlers[:], package.level, package.propagate
+    yield
+    for handler in package.handlers:
+        if handler not in before[0]:
+            handler.close()
+    package.handlers[:], package.level, package.propagate = before
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("a test of this file left a process group")
 
 
 @pytest.fixture(scope="session")
