@@ -195,7 +195,7 @@ def _reason(change: Change) -> tuple[str, bool] | None:
                 return None  # it has a counterpart at this value
             if row.kind == NOTHING and _says_nothing(row, spelling, change.value):
                 return row.note or f"{change.value} is what is done anyway", row.instead
-            own = row if row.kind == NOTHING else own  # it has another value than those that say nothing
+            own = row if row.kind == NOTHING and not row.kept else own  # it has another value
             if row.kind == MISSING and not row.values:
                 off = None if own and own.instead else _off(own if own and own.note else row, match, change.value)
                 return None if off is None else (off, False)
