@@ -195,7 +195,7 @@ def load_module(path: str, key: str) -> ModuleType:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a user's module may raise anything, SystemExit included
-        verls = isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == "verl"
+        verls = isinstance(error, ImportError) and (error.name or "").split(".")[0] == "verl"
         hint = "\nverl is not installed here: copy what you need of it beside your file, or install it" if verls else ""
         raise UserCodeError(f"{key}={path} could not be imported:\n{_users_traceback(error)}{hint}") from error
 

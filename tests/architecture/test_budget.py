@@ -14,10 +14,10 @@ import pytest
 
 from tests.architecture.source import Source, package_sources, parse
 
-MOST_LINES = {"core": 36_445, "plugins": 16_801, "kit": 12_009}  # of code, by ring
+MOST_LINES = {"core": 36_452, "plugins": 16_843, "kit": 12_009}  # of code, by ring
 MOST_SMALL_FILES = {
     "core": 36,
-    "plugins": 40,
+    "plugins": 42,
     "kit": 17,
 }  # with fewer than SMALL lines of any kind, __init__.py left out
 SMALL = 60

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from verl_like.registry import part
 from verl_like.rewards import graders
 from verl_like.rewards.reward_call import RewardFunctionError, ScorerSpec
 from verl_like.user_code import check_call, find, load, load_module, own_lines
@@ -23,6 +24,8 @@ SERVED = ("reward_router_address", "reward_model_tokenizer", "reward_model_path"
 
 def load_scorer(spec: ScorerSpec) -> Callable[..., Any]:
     """Load the function that scores one response (or a batch). Raises a ValueError that names the key to change."""
+    if spec.path is not None or spec.own_graders:
+        part("rewards", "stand_ins")()  # of verl's modules, which functions written for it import
     for key, reference in spec.own_graders.items():  # reward_model.rule=file.py:name and the like
         function = load(reference, key)
         check_call(function, f"{key}={reference}", *_ARGUMENTS, keywords=spec.options.get(reference, {}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,10 @@ from verl_like.plugins.verl_agents.verl_shim.verl.tools.schemas import (
     OpenAIFunctionToolSchema,
     ToolResponse,
 )
-from verl_like.plugins.verl_agents.verl_shim.verl.utils.reward_score import geo3k, gsm8k
+from verl_like.plugins.verl_agents.verl_shim.verl.utils.reward_score import geo3k, gsm8k, math_dapo, math_reward
+from verl_like.rewards.loading import load_scorer
+from verl_like.rewards.reward_call import ScorerSpec
+from verl_like.user_code import UserCodeError
 
 SCHEMA = {
     "type": "function",
@@ -74,3 +78,33 @@ def test_scores() -> None:
     assert geo3k.compute_score("\\boxed{0.5}", "0.5") == pytest.approx(0.9)
     assert geo3k.compute_score("0.5", "\\frac{1}{2}", use_boxed=False, format_score=0.0) == 1.0
     assert geo3k.compute_score("0.5", "0.5") == 0.0
+    assert math_reward.compute_score("\\boxed{0.5}", "\\frac{1}{2}") == 1.0
+    assert math_reward.is_equiv("0.5", "1/2") and not math_reward.is_equiv("0.5", None)
+    right, boxed_only = "so\nAnswer: 0.5", "\\boxed{0.5}"
+    assert [math_dapo.compute_score(said, "0.5")["score"] for said in (right, boxed_only)] == [1.0, -1.0]
+    strict = [math_dapo.compute_score(said, "0.5", strict_box_verify=True)["acc"] for said in (right, boxed_only)]
+    assert strict == [False, True]
+
+
+def test_a_reward_function_falls_back_on_the_default_one(tmp_path: Path) -> None:
+    """A number where verl's is one, so that a function may add to it."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from verl.utils.reward_score import default_compute_score\n\n\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n"
+        "    found = default_compute_score(data_source, solution_str, ground_truth, extra_info, **kwargs)\n"
+        "    return found if isinstance(found, dict) else 0.5 + found\n"
+    )
+    score = load_scorer(ScorerSpec(path=str(file), timeout=5.0))
+    assert score("openai/gsm8k", "#### 4", "4", {}) == 1.5
+    graded = score("aime_2024", "Answer: 5", "4", {})
+    assert (graded["score"], graded["acc"], graded["pred"]) == (-1.0, False, "5")
+    for source in ("codecontests", "unknown"):
+        with pytest.raises(NotImplementedError, match=f"data_source='{source}' has no grader that a function can call"):
+            score(source, "", "4", {})
+
+
+def test_what_has_no_stand_in_is_told(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("from verl import DataProto\n")
+    with pytest.raises(UserCodeError, match="verl is not installed here: copy what you need"):
+        load_scorer(ScorerSpec(path=str(tmp_path / "mine.py"), timeout=5.0))
