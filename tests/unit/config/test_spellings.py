@@ -3,7 +3,7 @@
 import pytest
 
 from verl_like.config.schema import find_key, suggest
-from verl_like.config.spellings import Change, canonical, newer_than_here
+from verl_like.config.spellings import Change, canonical, newer_than_here, refusal
 
 A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 F = f"{A}.fsdp_config"
@@ -113,6 +113,13 @@ def test_global_sizes_stay_and_warn():
     assert changes == [Change(f"{A}.ppo_micro_batch_size", 64)]
     assert "divided by the data-parallel size; use actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu" in warnings[0]
     assert canonical([Change(f"{A}.ppo_micro_batch_size", None)])[1] == []
+
+
+@pytest.mark.parametrize("key", ["reward.reward_manager.module.path", "reward_model.reward_loop_class_name"])
+def test_a_manager_in_verls_form_is_refused_with_the_key_of_ours(key):
+    assert canonical([Change(key, "mine.py")])[0] == [Change(key, "mine.py")]
+    told = refusal(key)
+    assert told and "set it to null" in told and "reward_model.reward_manager=file.py:Name" in told
 
 
 @pytest.mark.parametrize(
