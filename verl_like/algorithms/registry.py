@@ -7,10 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 from verl_like.config.menus import Choice
-from verl_like.user_code import check_call, is_reference, load, note_registered
+from verl_like.user_code import UserCodeError, check_call, is_reference, load, note_registered
 
 T = TypeVar("T")
 R = TypeVar("R", bound=Choice)
+
+
+_VERLS = frozenset({"token_level_rewards", "old_log_prob"})  # arguments of its advantage estimators, of its losses
 
 
 class Registry(Generic[T]):
@@ -52,6 +55,7 @@ class Registry(Generic[T]):
 
         def add(entry: T) -> T:
             for name in names:
+                self._refuse_verls_form(entry, name)
                 if name in self.names():
                     raise ValueError(f"{self.config_key}: the name {name!r} is registered twice")
                 self._entries[name] = entry
@@ -82,8 +86,18 @@ class Registry(Generic[T]):
 
     def _load(self, reference: str) -> T:
         found = load(reference, self.config_key)
+        self._refuse_verls_form(found, reference)
         check_call(getattr(found, "function", found), f"{self.config_key}={reference}", *self._arguments)
         return self._entry_of(found)
+
+    def _refuse_verls_form(self, entry: Any, name: str) -> None:
+        """Raise UserCodeError for a function whose arguments are verl's: one may bind, and would fail in a step."""
+        code = getattr(getattr(entry, "function", entry), "__code__", None)
+        if self._arguments and code is not None and not _VERLS.isdisjoint(code.co_varnames[: code.co_argcount]):
+            raise UserCodeError(
+                f"{self.config_key}={name} takes the arguments that verl gives; here it is called with "
+                f"({', '.join(self._arguments)}): docs/extending.md shows one"
+            )
 
     def names(self) -> list[str]:
         """Names of all entries, sorted."""

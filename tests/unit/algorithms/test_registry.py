@@ -10,6 +10,7 @@ from verl_like.algorithms.kl import KL_ESTIMATORS
 from verl_like.algorithms.policy_losses import POLICY_LOSSES
 from verl_like.algorithms.registry import Registry
 from verl_like.config import KLControlType
+from verl_like.user_code import UserCodeError
 
 DOCS = Path(__file__).parents[3] / "docs" / "algorithms.md"
 
@@ -20,6 +21,18 @@ def test_lookup_and_names() -> None:
     menu.register("one")(1)
     assert (menu.lookup("deux"), menu.lookup("one")) == (2, 1)
     assert menu.names() == ["deux", "one", "two"]
+
+
+def test_functions_of_verls_form_are_refused_before_a_step_calls_them(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def mine(token_level_rewards, response_mask, config=None, **kwargs): ...")
+    told = r"takes the arguments that verl gives; here it is called with \(inputs, algorithm\)"
+    with pytest.raises(UserCodeError, match=rf"algorithm.adv_estimator={file}:mine {told}"):
+        ADVANTAGES.lookup(f"{file}:mine")
+    with pytest.raises(UserCodeError, match="loss_mode=mine takes the arguments that verl gives"):
+
+        @POLICY_LOSSES.register("mine")  # type: ignore[arg-type]
+        def loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config=None): ...
 
 
 def test_unknown_name_says_key_names_and_a_guess() -> None:
