@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from support import metrics_of, overrides, write_task
 
-from verl_like.trainer.compose import CONFIG_DIR, compose
+from verl_like.trainer.compose import compose
+from verl_like.trainer.config_files import CONFIG_DIR
 from verl_like.trainer.run import run as train
 
 PRESETS = sorted(path.stem for path in (CONFIG_DIR / "preset").glob("*.yaml") if path.stem != "none")

@@ -16,6 +16,7 @@ from verl_like.config.errors import ConfigError
 from verl_like.config.names import MISSING, NOTHING, VERL, Row, rows_of, table, value_of, written
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.schema import find_key, get_value, sections
+from verl_like.config.sync_rounds import is_of_rounds, rounds_of_verl
 
 _SECTION = "algorithm.rollout_correction"
 _ROLL = "algorithm.train_infer_correction"
@@ -49,6 +50,8 @@ def canonical(changes: list[Change]) -> tuple[list[Change], list[str]]:
     warnings: list[str] = []
     if any(row.rule == "fn correction" for each in changes for row, _ in rows_of(VERL, each.key)):
         changes, warnings = correction_spellings(changes)
+    changes, told = _rounds(changes)
+    warnings += told
     changes, told = _one_split(changes)
     warnings += told
     for change in changes:
@@ -110,6 +113,14 @@ def renamed(key: str) -> str:
 
 
 _SPLIT = re.compile(r"(actor_rollout_ref\.(?:actor|ref)|critic|reward_model)\.megatron\.tensor_model_parallel_size")
+
+
+def _rounds(changes: list[Change]) -> tuple[list[Change], list[str]]:
+    """Put what verl's fully_async_main spells by its rounds before what is given; one line for all."""
+    given = {renamed(each.key): each for each in changes}
+    found, line = rounds_of_verl({key: each.value for key, each in given.items()}, lambda each: _size(each, given))
+    kept = [each for each in changes if not is_of_rounds(each.key) and renamed(each.key) not in found]
+    return [*(Change(key, value) for key, value in found.items()), *kept], [line] if line else []
 
 
 def _one_split(changes: list[Change]) -> tuple[list[Change], list[str]]:

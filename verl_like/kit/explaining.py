@@ -27,7 +27,8 @@ from verl_like.config.spellings import (
 )
 from verl_like.kit.docs.readers import readers
 from verl_like.observe.redaction import redacted_tree
-from verl_like.trainer.compose import CONFIG_DIR, compose_tree, followers_of, to_config
+from verl_like.trainer.compose import compose_tree, followers_of, to_config
+from verl_like.trainer.config_files import CONFIG_DIR
 
 Rows = list[tuple[str, str]]
 _MENUS: dict[str, Mapping[str, Choice]] = {

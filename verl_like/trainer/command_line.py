@@ -17,7 +17,8 @@ from verl_like.config.errors import ConfigError
 from verl_like.config.parser import Parser
 from verl_like.gc_settings import starting
 from verl_like.observe.logs import told_in_a_line
-from verl_like.trainer.compose import ENTRIES, checked, compose, compose_tree, to_config, with_suffix, yaml_path
+from verl_like.trainer.compose import checked, compose, compose_tree, to_config
+from verl_like.trainer.config_files import ENTRIES, entry_file, with_suffix, yaml_path
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +84,8 @@ def user_files(arguments: argparse.Namespace) -> list[Path]:
     path = with_suffix(Path(arguments.config_path or "config").expanduser() / name)
     if path.stem in ENTRIES and path.parent.name == "config" and not path.is_file():
         return []  # verl's own entry config, in the folder where its scripts name it
+    if not path.is_file() and (entry := entry_file(path.name)):
+        return [entry]
     backend = re.fullmatch("ppo_(veomni|torchtitan)_trainer", path.stem)
     if backend and not path.is_file():
         text = f"--config-name={name}: training by {backend[1]} is not available; leave it out, with the keys of that"

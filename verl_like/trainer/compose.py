@@ -43,15 +43,13 @@ from verl_like.observe.redaction import HIDDEN, redacted_tree
 from verl_like.observe.run_folder import flat, value_at
 from verl_like.registry import PARTS, part
 from verl_like.text import one_line
+from verl_like.trainer.config_files import CONFIG_DIR, CONFIG_NAME, ENTRIES, entry_file, with_suffix
 from verl_like.trainer.stages_asked import asked_by_megatron, taken_back
 from verl_like.trainer.yaml_anchors import inline_all, is_helper, own_data_keys
 from verl_like.user_code import EXTERNAL_MODULES, UserCodeError, external_modules, import_modules
 
 logger = logging.getLogger(__name__)
 
-CONFIG_DIR = Path(__file__).resolve().parent / "config"
-CONFIG_NAME = "ppo_trainer"
-ENTRIES = (CONFIG_NAME, "ppo_megatron_trainer")  # verl's own files, whose keys have the defaults of ours
 # Groups that can be chosen on the command line (`rollout=hf`), with the section each one fills.
 GROUPS = {
     "actor": "actor_rollout_ref.actor",
@@ -332,19 +330,6 @@ def save_resolved(config: PPOConfig, path: str | Path) -> None:
     Path(path).write_text(OmegaConf.to_yaml(OmegaConf.create(redacted_tree(to_dict(config), exact=True))))
 
 
-def yaml_path(folder: Path, name: str) -> Path:
-    """Find the file that --config-name means. Raises ConfigError where there is none."""
-    path = with_suffix(folder.expanduser() / name)
-    if not path.is_file():
-        raise ConfigError([f"--config-name={name}: there is no file {path.absolute()}"])
-    return path
-
-
-def with_suffix(path: Path) -> Path:
-    """Add .yaml to a path, unless it has that or .yml."""
-    return path if path.suffix in (".yaml", ".yml") else path.with_name(path.name + ".yaml")
-
-
 def _read_yaml(path: Path, settings: Settings, within: tuple[Path, ...] = ()) -> None:
     """Add a user's YAML: its `defaults` first (other files beside it, groups), then its own keys.
 
@@ -374,6 +359,7 @@ def _read_yaml(path: Path, settings: Settings, within: tuple[Path, ...] = ()) ->
             settings.groups += [_group_override(str(group), None, str(choice)) for group, choice in entry.items()]
         elif entry not in (*ENTRIES, "ppo_schema"):
             named = with_suffix(path.parent / entry)
+            named = named if named.is_file() else entry_file(entry) or named
             if named in (path, *within):
                 raise ConfigError([f"config file {path}: defaults={defaults}: {entry} names itself; leave it out"])
             _read_yaml(named, settings, (path, *within))

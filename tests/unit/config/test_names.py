@@ -129,7 +129,7 @@ def _problems_of_verls(row: Row) -> Iterator[str]:
     if row.kind == MISSING and not row.values:
         inside = (f"{text}.{name}" for _, text in texts for name in ("enable", "steps", "tool", "path"))
         yield from (f"{key} is another name of a key, and would be hidden" for key in inside if find_key(renamed(key)))
-    if kind == "fn" and function not in (*CONVERSIONS, "correction"):
+    if kind == "fn" and function not in (*CONVERSIONS, "correction", "rounds"):
         yield f"there is no function {function}"
     if not row.keys and not row.kind:
         yield from _problems_of_values(row, of_ours)

@@ -214,7 +214,6 @@ def test_what_asks_for_nothing_else_is_dropped_with_a_warning(key, value):
     [
         (f"{R}.data_parallel_size", 2),
         ("model_engine", "veomni"),
-        ("rollout.total_rollout_steps", 51200),
         ("transfer_queue.enable", True),
         (f"{A}.qat.enable", True),
         (f"{R}.trace.backend", "weave"),
