@@ -173,6 +173,14 @@ class RewardManager:
                 raise RewardFunctionError(text)
             logger.warning("%s", text)
 
+    def ungradable(self, row: PromptRow, response: str) -> str:
+        """Tell why a built-in grader cannot grade a response to a row; empty where it can, or where none is asked."""
+        asked = Graded(answer=Answer(row=row, prompt_ids=(), response_ids=()), text=response)
+        built_in = [scorer for scorer in self._scorers_of(row) if scorer.grader in graders.GRADERS]
+        futures = [each for scorer in built_in for each in scorer.submit([asked.call(scorer, self._server())])]
+        outcomes = [future.result() for future in futures]
+        return next((f"{o.kind}: {(o.message.splitlines() or [''])[-1]}" for o in outcomes if o.kind), "")
+
     def warn_of_unknown_sources(self, data_sources: Iterable[str]) -> None:
         """Log names in reward_model.weights and rule_by_source that fit none: a misspelt one changes rewards silently.
 
