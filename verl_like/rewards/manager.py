@@ -63,6 +63,7 @@ class RewardManager:
         self.rule_grades = not classifies(reward_model, custom) or reward_model.rule_weight != 0
         self._choice = graders.choose(reward_model.rule, reward_model.rule_by_source, reward_model.rule_kwargs)
         self._tokenizer = tokenizer
+        self.fails = False  # tried before training, the user's function failed each time, which is told
         self._custom = custom.path is not None
         self._manager = reward_model.reward_manager
         self._failure_penalty = reward_model.failure_penalty
@@ -171,6 +172,7 @@ class RewardManager:
             text = "\n  ".join([what, *(f"response {', '.join(texts)}: {told}" for told, texts in failed.items())])
             if all(outcome.kind in ("bad_value", "timeout") for outcome in outcomes):
                 raise RewardFunctionError(text)
+            self.fails = all(outcome.kind for outcome in outcomes)
             logger.warning("%s", text)
 
     def ungradable(self, row: PromptRow, response: str) -> str:

@@ -93,8 +93,10 @@ def grade_sample(dataset: Dataset, rewards: RewardManager, tokenizer: Any) -> di
 
     A judge, who may cost money, grades the first of each source alone. Logs a warning for references that are not
     graded better than a wrong answer, and for a source whose first row has none and cannot be graded at all. Raises
-    ValueError when none could be graded.
+    ValueError when none could be graded. Nothing is graded where that is known already (`RewardManager.try_out`).
     """
+    if rewards.fails:
+        return {}
     domains, ends_s = dataset.domains(), time.monotonic() + _SAMPLE_S
     first = _chosen(domains, 1)
     reports = grade_references(dataset, rewards, tokenizer, first)

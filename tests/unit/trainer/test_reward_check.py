@@ -130,6 +130,18 @@ def test_a_truth_that_no_grader_can_read_is_told_at_the_start(tmp_path: Path, ca
     assert told.startswith("ifeval: no response to row 0 can be graded: exception: ValueError: ground_truth must be")
 
 
+def test_a_function_that_only_fails_is_told_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As recipes/verifiers/reward.py does, where a program gives the reward."""
+    (tmp_path / "own.py").write_text("def compute_score(**row):\n    raise RuntimeError('not asked')\n")
+    dataset = make_dataset(tmp_path, {"any": ["7", "8"]})
+    own = CustomRewardFunctionConfig(path=str(tmp_path / "own.py"))
+    with RewardManager(own, RewardModelConfig(), DataConfig(), Tokenizer()) as rewards:
+        rewards.try_out(dataset[0][1], ["7", "no"])
+        assert grade_sample(dataset, rewards, Tokenizer()) == {}
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "2 of 2 calls failed" in told and "RuntimeError: not asked" in told
+
+
 def test_a_sample_of_64_is_graded_over_all_sources_and_rows(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,7 +163,7 @@ def test_a_sample_of_64_is_graded_over_all_sources_and_rows(
     asked: list[int] = []
 
     class Judged(Rewards):
-        asks_judge = False
+        asks_judge = fails = False
 
         def score(self, rollouts: Rollouts, *, step: int) -> Scores:
             asked.append(len(rollouts.rows))
