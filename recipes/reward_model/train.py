@@ -93,7 +93,6 @@ def train(
         "optim.lr": settings.learning_rate,
         "checkpoint.save_contents": ["hf_model"],
         "trainer.total_training_steps": settings.steps,
-        "trainer.total_epochs": -(-settings.steps * settings.batch_size // len(training)) + 1,
         "trainer.device": "cpu",
         "trainer.launcher": "local",
         "trainer.seed": settings.seed,

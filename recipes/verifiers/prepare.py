@@ -50,7 +50,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--count", type=int, default=-1, help="at most so many examples of each; -1: all")
     options = parser.parse_args()
-    for path in write(options.name, options.arguments, options.out, options.count):
+    try:
+        written = write(options.name, options.arguments, options.out, options.count)
+    except json.JSONDecodeError as error:
+        parser.error(f"--arguments={options.arguments}: no JSON ({error}); write '{{\"name\": value}}'")
+    except (ValueError, OSError) as error:  # no such environment; what its own code raises keeps its traceback
+        parser.error(str(error))
+    for path in written:
         print(f"{path}: {pq.read_metadata(path).num_rows} rows")
 
 

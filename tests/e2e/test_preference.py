@@ -126,6 +126,8 @@ def test_a_reward_model_judges_a_run_whose_answers_are_then_compared(tmp_path: P
     short |= {"data.max_token_len_per_gpu": 2000, "optim.lr": 3e-3}
     learnt = run(tmp_path, tiny_model, "judge", **files, **short, **{"preference.loss": "reward"})
     assert learnt[0]["train/accuracy"] < 0.7 and learnt[-1]["val/accuracy"] > 0.9
+    log = (tmp_path / "judge" / "verl_like.log").read_text()
+    assert "the first row's chosen answer, what is" in log and "the first row's rejected answer, what is" in log
     judge = tmp_path / "judge" / "global_step_20" / "actor" / "huggingface"
     task = write_task(tmp_path) | {"custom_reward_function.path": "null", "data.val_files": "[]"}
     more = {"reward_model.enable": True, "reward_model.model.path": str(judge), "trainer.record_freq": 1}

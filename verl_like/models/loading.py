@@ -471,13 +471,20 @@ def _load_weights(
             config = copy.deepcopy(hf_config)
             if published := published_quantisation(model):
                 config.quantization_config = published | {"dequantize": True}
-            hf = families.model_class(hf_config).from_pretrained(
-                path,
-                config=config,
-                dtype=dtype,
-                **implementations,
-                trust_remote_code=model.trust_remote_code,
-            )
+            with _report_without_head(kind):
+                hf, told = families.model_class(hf_config).from_pretrained(
+                    path,
+                    config=config,
+                    dtype=dtype,
+                    **implementations,
+                    trust_remote_code=model.trust_remote_code,
+                    output_loading_info=True,
+                )
+            heads = tuple(f"{name}." for name, child in hf.named_children() if child is hf.get_output_embeddings())
+            if kind == "value" and (
+                lost := sorted(name for name in told["missing_keys"] if not name.startswith(heads))
+            ):
+                log.warning("%s lacks %s: new weights stand in", path, ", ".join(lost))
             for weight in hf.parameters() if published else ():  # some of its rules end in bfloat16, whatever is asked
                 weight.data = weight.to(dtype) if weight.dtype == torch.bfloat16 else weight
         else:
@@ -491,6 +498,18 @@ def _load_weights(
         if kind == "value":
             attach_value_head(hf, _stored_tensor(Path(path), VALUE_HEAD))
     return with_exact_biases(hf)
+
+
+@contextmanager
+def _report_without_head(kind: Kind) -> Iterator[None]:
+    """Keep transformers from calling a value model's head unexpected, and that of a language model newly made."""
+    verbosity = transformers_logging.get_verbosity()
+    if kind == "value":
+        transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
 
 
 def with_exact_biases(hf: PreTrainedModel) -> PreTrainedModel:

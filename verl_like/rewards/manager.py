@@ -63,6 +63,7 @@ class RewardManager:
         self.rule_grades = not classifies(reward_model, custom) or reward_model.rule_weight != 0
         self._choice = graders.choose(reward_model.rule, reward_model.rule_by_source, reward_model.rule_kwargs)
         self._tokenizer = tokenizer
+        self.fails = False  # tried before training, the user's function failed each time, which is told
         self._custom = custom.path is not None
         self._manager = reward_model.reward_manager
         self._failure_penalty = reward_model.failure_penalty
@@ -171,7 +172,16 @@ class RewardManager:
             text = "\n  ".join([what, *(f"response {', '.join(texts)}: {told}" for told, texts in failed.items())])
             if all(outcome.kind in ("bad_value", "timeout") for outcome in outcomes):
                 raise RewardFunctionError(text)
+            self.fails = all(outcome.kind for outcome in outcomes)
             logger.warning("%s", text)
+
+    def ungradable(self, row: PromptRow, response: str) -> str:
+        """Tell why a built-in grader cannot grade a response to a row; empty where it can, or where none is asked."""
+        asked = Graded(answer=Answer(row=row, prompt_ids=(), response_ids=()), text=response)
+        built_in = [scorer for scorer in self._scorers_of(row) if scorer.grader in graders.GRADERS]
+        futures = [each for scorer in built_in for each in scorer.submit([asked.call(scorer, self._server())])]
+        outcomes = [future.result() for future in futures]
+        return next((f"{o.kind}: {(o.message.splitlines() or [''])[-1]}" for o in outcomes if o.kind), "")
 
     def warn_of_unknown_sources(self, data_sources: Iterable[str]) -> None:
         """Log names in reward_model.weights and rule_by_source that fit none: a misspelt one changes rewards silently.

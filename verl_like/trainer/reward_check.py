@@ -92,8 +92,11 @@ def grade_sample(dataset: Dataset, rewards: RewardManager, tokenizer: Any) -> di
     """Grade 64 reference answers, spread over the data sources and each one's rows; fewer where they take long.
 
     A judge, who may cost money, grades the first of each source alone. Logs a warning for references that are not
-    graded better than a wrong answer. Raises ValueError when none could be graded.
+    graded better than a wrong answer, and for a source whose first row has none and cannot be graded at all. Raises
+    ValueError when none could be graded. Nothing is graded where that is known already (`RewardManager.try_out`).
     """
+    if rewards.fails:
+        return {}
     domains, ends_s = dataset.domains(), time.monotonic() + _SAMPLE_S
     first = _chosen(domains, 1)
     reports = grade_references(dataset, rewards, tokenizer, first)
@@ -101,6 +104,13 @@ def grade_sample(dataset: Dataset, rewards: RewardManager, tokenizer: Any) -> di
     for start in range(0, len(rest), _AT_ONCE):
         if time.monotonic() < ends_s:
             grade_references(dataset, rewards, tokenizer, rest[start : start + _AT_ONCE], reports)
+    for row in (dataset[index][1] for index in first):  # nothing is right for sure, but tests can be unreadable
+        if not reference_answers(row) and (told := rewards.ungradable(row, _WRONG)):
+            logger.warning(
+                "%s: no response to row %d can be graded: %s. Mend the column that the grader reads "
+                "(data.ground_truth_key), or choose another grader with reward_model.rule_by_source",
+                *(row.data_source, row.index, told),
+            )
     for source, report in reports.items():
         if report.wrong + report.failed:
             what = "%s: %d of %d reference answers looked at are not graded better than a wrong one; first %s"

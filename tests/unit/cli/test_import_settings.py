@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from verl_like.cli.main import main
+from verl_like.kit.verbs import import_settings
 from verl_like.trainer.compose import compose
 
 FILE = """
@@ -115,6 +116,19 @@ def test_a_value_that_train_would_refuse_is_status_1_and_writes_nothing(
     with pytest.raises(SystemExit, match=r"error: .*clip_ratio='a'.*from ROLL's pg_clip=a"):
         main(["import", "roll", str(tmp_path / "roll.yaml"), "--out", str(tmp_path / "run.sh")])
     assert not (tmp_path / "run.sh").exists() and "verl-like train" not in capsys.readouterr().out
+
+
+def test_a_reader_that_stops_early_does_not_lose_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`verl-like import roll FILE --out run.sh | head`."""
+
+    def closed(*texts: str) -> None:
+        raise RuntimeError("nobody reads")
+
+    (tmp_path / "roll.yaml").write_text(FILE)
+    monkeypatch.setattr(import_settings, "print", closed, raising=False)
+    with pytest.raises(SystemExit, match="nobody reads"):
+        main(["import", "roll", str(tmp_path / "roll.yaml"), "--out", str(tmp_path / "run.sh")])
+    assert "verl-like train" in (tmp_path / "run.sh").read_text()
 
 
 @pytest.mark.parametrize("below", ["folder", "file/run.sh"])

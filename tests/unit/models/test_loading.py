@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.unit.engine import tiny
@@ -77,6 +77,23 @@ def test_value_head_is_read_back(tmp_path: Path) -> None:
     assert "score.weight" in load_file(tmp_path / "critic" / "model.safetensors")
     again = build(str(tmp_path / "critic"), seed=7, kind="value")
     assert torch.equal(again.get_parameter("hf.score.weight"), model.get_parameter("hf.score.weight"))
+
+
+def test_a_value_model_lacks_no_head_of_a_language_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers calls the head that is read unexpected, and reports another as newly made; what lacks is told."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    build(tiny.model_folder(tmp_path), kind="value").hf.save_pretrained(folder := tmp_path / "critic")
+    caplog.clear()
+    build(str(folder), kind="value")
+    assert not caplog.records
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    build(str(folder), kind="value")
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told == f"{folder} lacks model.norm.weight: new weights stand in"
 
 
 def test_override_config(tmp_path: Path) -> None:

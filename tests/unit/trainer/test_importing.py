@@ -204,6 +204,15 @@ def test_values_of_roll(tmp_path: Path, settings: dict[str, Any], ours: dict[str
     compose_with_warnings(done.overrides())
 
 
+def test_rolls_rows_with_functions_are_not_given_to_ifevals_grader(tmp_path: Path) -> None:
+    """Its ifeval file has {"func_name": ...}: `instruction` would leave every response without a reward."""
+    worker = "roll.pipeline.rlvr.rewards.ifeval_rule_reward_worker.GeneralRuleRewardWorker"
+    settings = {"rewards__a__tag_included": ["ifeval"], "rewards__a__worker_cls": worker}
+    done = roll(tmp_path, adv_estimator="reinforce", **settings)
+    assert "reward_model.rule_by_source" not in done.settings
+    assert any(item.name == "rewards.a.tag_included" and "no grader of ours" in item.note for item in done.of(REFUSED))
+
+
 def test_defaults_lists_presets_and_the_files_own_names(tmp_path: Path) -> None:
     (tmp_path / "shared").mkdir()
     (tmp_path / "shared" / "base.yaml").write_text("seed: 7\nmax_steps: 5\nlength: 64\n")

@@ -118,12 +118,38 @@ def test_a_penalty_for_failures_is_no_verdict(tmp_path: Path) -> None:
         self_check(dataset, late, Tokenizer(), 8)
 
 
+def test_a_truth_that_no_grader_can_read_is_told_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """IFEval's grader with rows that name functions, and no answer to try: every reward of the run would fail."""
+    fits = {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [None]}
+    dataset = make_dataset(tmp_path, {"ifeval": [{"func_name": "validate_lowercase"}], "google/IFEval": [fits]})
+    settings = (CustomRewardFunctionConfig(), RewardModelConfig(), DataConfig(), Tokenizer())
+    with RewardManager(*settings) as rewards:
+        reports = grade_sample(dataset, rewards, Tokenizer())
+    assert [report.no_reference for report in reports.values()] == [1, 1]
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith("ifeval: no response to row 0 can be graded: exception: ValueError: ground_truth must be")
+
+
+def test_a_function_that_only_fails_is_told_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As recipes/verifiers/reward.py does, where a program gives the reward."""
+    (tmp_path / "own.py").write_text("def compute_score(**row):\n    raise RuntimeError('not asked')\n")
+    dataset = make_dataset(tmp_path, {"any": ["7", "8"]})
+    own = CustomRewardFunctionConfig(path=str(tmp_path / "own.py"))
+    with RewardManager(own, RewardModelConfig(), DataConfig(), Tokenizer()) as rewards:
+        rewards.try_out(dataset[0][1], ["7", "no"])
+        assert grade_sample(dataset, rewards, Tokenizer()) == {}
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "2 of 2 calls failed" in told and "RuntimeError: not asked" in told
+
+
 def test_a_sample_of_64_is_graded_over_all_sources_and_rows(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many of each source, as far as it has them; a slow grader or a judge is asked of the first rows alone."""
     sums = [{"target": "x"} if number == 37 else str(number) for number in range(50)]
-    dataset = make_dataset(tmp_path, {"arithmetic": sums, "openai/gsm8k": ["72"] * 100, "countdown": [{"target": 3}]})
+    dataset = make_dataset(
+        tmp_path, {"arithmetic": sums, "openai/gsm8k": ["72"] * 100, "countdown": [{"target": 3, "numbers": [1, 2]}]}
+    )
     settings = (CustomRewardFunctionConfig(), RewardModelConfig(), DataConfig(), Tokenizer())
     with RewardManager(*settings) as rewards:
         reports = grade_sample(dataset, rewards, Tokenizer())
@@ -137,7 +163,7 @@ def test_a_sample_of_64_is_graded_over_all_sources_and_rows(
     asked: list[int] = []
 
     class Judged(Rewards):
-        asks_judge = False
+        asks_judge = fails = False
 
         def score(self, rollouts: Rollouts, *, step: int) -> Scores:
             asked.append(len(rollouts.rows))

@@ -20,11 +20,11 @@ from verl_like.text import one_line
 
 _ROLES = ("actor_train", "actor_infer", "reference", "critic")
 _STRATEGY = "strategy_args.strategy_config"
-# ROLL's class of a reward worker -> our grader.
+# ROLL's class of a reward worker -> our grader. GeneralRuleRewardWorker is none: its rows name functions (func_name),
+# which `instruction` does not have, and every response would be left without a reward.
 _GRADERS = {
     "MathRuleRewardWorker": "math",
     "CodeSandboxRewardWorker": "code",
-    "GeneralRuleRewardWorker": "instruction",
     "MultipleChoiceBoxedRuleRewardWorker": "multiple_choice",
 }
 _TOPR = ("postive_loss_coef", "positive_loss_coef", "use_topr_neg_loss_coef")

@@ -56,13 +56,13 @@ def _show(done: Imported, origin: str, arguments: argparse.Namespace) -> None:
     or is unknown.
     """
     lines = report(done, origin, every=arguments.all)
-    print("\n".join(lines) + "\n")
-    done.check()
-    if arguments.out is None:
-        print(done.command())
-    else:
-        write(done, arguments.out, lines)
-        print(f"written: {arguments.out}")
+    try:
+        done.check()
+        if arguments.out is not None:
+            write(done, arguments.out, lines)  # before a line is printed: `| head` would end the process first
+    finally:
+        print("\n".join(lines) + "\n")
+    print(done.command() if arguments.out is None else f"written: {arguments.out}")
     if done.of(REFUSED) or done.of(UNKNOWN):
         sys.exit(_REFUSED_STATUS)
 

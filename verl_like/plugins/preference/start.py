@@ -43,10 +43,11 @@ class PreferenceFacts(SFTFacts):
         """Return arguments of the data set beside those of any."""
         return super().row_options() | {"preference": self.config.preference}
 
-    def first_rows(self) -> list[Row]:
-        """Return the answers of the first row, for the log."""
+    def first_rows(self) -> dict[str, Row]:
+        """Return the answers of the first row, for the log, by what tells them apart."""
         assert isinstance(self.train, Items)
-        return [answer[-1] for answer in self.train.item(0).answers]
+        rows = [answer[-1] for answer in self.train.item(0).answers]
+        return dict(zip(("'s chosen answer", "'s rejected answer") if len(rows) == 2 else ("",), rows, strict=True))
 
 
 def problems(facts: PreferenceFacts) -> Iterator[str]:

@@ -56,9 +56,9 @@ class SFTFacts(Facts):
         """Return arguments of the data set beside those of any."""
         return {"sft": self.config.sft, "seed": self.config.trainer.seed, "vision": self.vision}
 
-    def first_rows(self) -> list[Row]:
-        """Return rows of the first conversation, for the log."""
-        return self.train.rows(0)[-1:]  # pyright: ignore[reportAttributeAccessIssue]
+    def first_rows(self) -> dict[str, Row]:
+        """Return rows of the first conversation, for the log, by what tells them apart."""
+        return {"": self.train.rows(0)[-1]}  # pyright: ignore[reportAttributeAccessIssue]
 
     def _dataset(self, split: str, files: Files) -> SFTDataset | None:
         if split == "val" and not files:
@@ -114,8 +114,8 @@ def _check_data(facts: SFTFacts) -> Iterator[str]:
     """Check the rows against model and template. The first is shown, with what of it is trained."""
     yield from problems_of(lambda: facts.train, lambda: facts.val)
     refuse_media_keys(facts.data, facts.hf_config)
-    for row in facts.first_rows() if facts.known("train") else ():
-        logger.info("the first row, what is trained of it in \u27e6 \u27e7: %s", shown(row, facts.tokenizer))
+    for name, row in facts.first_rows().items() if facts.known("train") else ():
+        logger.info("the first row%s, what is trained of it in \u27e6 \u27e7: %s", name, shown(row, facts.tokenizer))
 
 
 def shown(row: Row, tokenizer: Any) -> str:

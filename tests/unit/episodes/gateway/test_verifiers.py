@@ -69,8 +69,18 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.engines
 @pytest.mark.timeout(400)
-def test_an_environment_of_verifiers_is_an_episode(play: Any, tmp_path: Path) -> None:
+def test_an_environment_of_verifiers_is_an_episode(
+    play: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     prepare = load_script(RECIPE / "prepare.py", "verifiers_prepare")
+    for words, told in (
+        (["no-such"], "Ensure the package"),
+        (["guess-number", "--arguments", "{count: 3}"], "no JSON"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["prepare.py", *words, "--out", str(tmp_path / "rows")])
+        with pytest.raises(SystemExit):
+            prepare.main()
+        assert told in capsys.readouterr().err.splitlines()[-1]
     (file,) = prepare.write("guess-number", '{"count": 3}', tmp_path / "rows")
     row = pq.read_table(file).to_pylist()[2]
     assert [said["role"] for said in row["prompt"]] == ["system", "user"] and len(pq.read_table(file)) == 3
