@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from tests.contracts.engine_ends import Sync, within
-from tests.contracts.two_ranks import run_on_two_ranks
+from tests.contracts.two_ranks import fork_on_two_ranks, run_on_two_ranks
 from tests.unit.rollout.tiny import (
     TOKENIZER_SIZE,
     FakeTrainEngine,
@@ -251,71 +250,71 @@ def test_tied_embeddings_are_sent_once(process: ProcessInfo, tmp_path_factory: p
         rollout.shutdown()
 
 
-def test_sharded_trainer_and_two_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["hf", pytest.param("vllm", marks=pytest.mark.engines)])  # two imports of vLLM
+def test_sharded_trainer_and_two_ranks(tmp_path: Path, name: str) -> None:
     """FSDP2 over two ranks into a copy per rank (hf) and into one tensor-parallel replica (vllm): the gap is tiny, and
     a fault on one rank stops both."""
-    names = ["hf", "vllm"] if importlib.util.find_spec("vllm") else ["hf"]
+    if name == "vllm":
+        pytest.importorskip("vllm")
     model = tiny_model(seed=3)
     model.save_pretrained(tmp_path / "model")
-    for rank, out in enumerate(run_on_two_ranks(__file__, tmp_path, ",".join(names))):
-        for name in names:
-            assert out[name]["gap"] < 1e-5
-            assert out[name]["read_back"] == [len(FakeTrainEngine(model).weight_names())] * 2
-            assert f"differs in the rollout engine: {K}" in out[name]["loader_error"]
-            assert "failed on rank 1. Rank 1: shape" in out[name]["error"]
-            assert out[name]["version_after_error"] is None
-            assert out[name]["recovered_gap"] < 1e-5
-            assert len(out[name]["sampled"]) == (0 if name == "vllm" and rank else 1)
-            for token_ids, sampled_log_probs in out[name]["sampled"]:
-                expected = log_probs(model, REQUEST.prompt_ids + token_ids)[2:]
-                assert torch.allclose(torch.tensor(sampled_log_probs), expected, atol=1e-5)
+    on_two_ranks = fork_on_two_ranks if name == "hf" else run_on_two_ranks
+    for rank, out in enumerate(on_two_ranks(__file__, tmp_path, name)):
+        assert out["gap"] < 1e-5
+        assert out["read_back"] == [len(FakeTrainEngine(model).weight_names())] * 2
+        assert f"differs in the rollout engine: {K}" in out["loader_error"]
+        assert "failed on rank 1. Rank 1: shape" in out["error"]
+        assert out["version_after_error"] is None
+        assert out["recovered_gap"] < 1e-5
+        assert len(out["sampled"]) == (0 if name == "vllm" and rank else 1)
+        for token_ids, sampled_log_probs in out["sampled"]:
+            expected = log_probs(model, REQUEST.prompt_ids + token_ids)[2:]
+            assert torch.allclose(torch.tensor(sampled_log_probs), expected, atol=1e-5)
 
 
-def rank_main(rank: int, port: int, folder: Path, names: list[str]) -> None:
-    """One of two ranks: sync, a fault on rank 1 alone, recovery; for each engine."""
+def rank_main(rank: int, port: int, folder: Path, name: str) -> None:
+    """One of two ranks: sync, a fault on rank 1 alone, recovery."""
     process = init_distributed(rank, 2, rank, 2, "127.0.0.1", port, "cpu")
     engine = FSDPEngine(
         RoleConfig(model=ModelConfig(path=str(folder / "model"))), process, tokenizer_size=TOKENIZER_SIZE
     )
     export = engine.export_weights
-    out = {}
-    for name in names:
-        rollout = build(name, folder / f"rollout{rank}", process, tensor_model_parallel_size=2 if name == "vllm" else 1)
-        sync = within(cast(FSDPEngine, engine), rollout, RolloutConfig(), process)
-        first = sync(1)
-        if rank == 1:
-            engine.export_weights = lambda dtype, form: _reshape(export(dtype, form))  # type: ignore[method-assign]
-        try:
-            sync(2)
-            error = "none"
-        except WeightSyncError as caught:
-            error = str(caught)
-        version = rollout.weight_version
-        engine.export_weights = export  # type: ignore[method-assign]
-        load = rollout.load_weights
-        rollout.load_weights = lambda items, version, load=load, **how: load(_negate(items), version, **how)  # type: ignore[method-assign]
-        try:
-            sync(3)
-            loader_error = "none"
-        except WeightSyncError as caught:
-            loader_error = str(caught)
-        rollout.load_weights = load  # type: ignore[method-assign]
-        recovered = sync(4)
-        asked = [] if name == "vllm" and rank else [REQUEST]  # a replica's first rank is given the requests
-        done = rollout.generate(asked)
-        out[name] = {
-            "gap": first.probe_gap,
-            "read_back": [first.num_read_back, recovered.num_read_back],
-            "loader_error": loader_error,
-            "error": error,
-            "version_after_error": version,
-            "recovered_gap": recovered.probe_gap,
-            "sampled": [(completion.token_ids, completion.log_probs) for completion in done],
-        }
-        rollout.shutdown()
+    rollout = build(name, folder / f"rollout{rank}", process, tensor_model_parallel_size=2 if name == "vllm" else 1)
+    sync = within(cast(FSDPEngine, engine), rollout, RolloutConfig(), process)
+    first = sync(1)
+    if rank == 1:
+        engine.export_weights = lambda dtype, form: _reshape(export(dtype, form))  # type: ignore[method-assign]
+    try:
+        sync(2)
+        error = "none"
+    except WeightSyncError as caught:
+        error = str(caught)
+    version = rollout.weight_version
+    engine.export_weights = export  # type: ignore[method-assign]
+    load = rollout.load_weights
+    rollout.load_weights = lambda items, version, load=load, **how: load(_negate(items), version, **how)  # type: ignore[method-assign]
+    try:
+        sync(3)
+        loader_error = "none"
+    except WeightSyncError as caught:
+        loader_error = str(caught)
+    rollout.load_weights = load  # type: ignore[method-assign]
+    recovered = sync(4)
+    asked = [] if name == "vllm" and rank else [REQUEST]  # a replica's first rank is given the requests
+    done = rollout.generate(asked)
+    out = {
+        "gap": first.probe_gap,
+        "read_back": [first.num_read_back, recovered.num_read_back],
+        "loader_error": loader_error,
+        "error": error,
+        "version_after_error": version,
+        "recovered_gap": recovered.probe_gap,
+        "sampled": [(completion.token_ids, completion.log_probs) for completion in done],
+    }
+    rollout.shutdown()
     shutdown_distributed()
     (folder / f"rank{rank}.json").write_text(json.dumps(out))
 
 
 if __name__ == "__main__":
-    rank_main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4].split(","))
+    rank_main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from support import MEASURED, ROOT, metrics_of, run_script
 
@@ -75,12 +76,26 @@ class Calculates(AgentLoopBase):
 
 @pytest.fixture
 def recipe(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return _recipe(monkeypatch)
+
+
+def _recipe(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Its prepare.py, as Python imports it when it is run."""
     for folder in ("quickstart", "agent_tools"):
         monkeypatch.syspath_prepend(str(ROOT / "recipes" / folder))
     for module in ("model", "prepare", "reward", "tools"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     return __import__("prepare")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data, and a model that makes some calls."""
+    with pytest.MonkeyPatch.context() as patch:
+        made, recipe = tmp_path_factory.mktemp("agent_tools"), _recipe(patch)
+        size = {"num_training": 64, "num_validation": 16, "hidden_size": 64, "num_layers": 2}
+        recipe.prepare(made, recipe.Recipe(asks=1.0, warm_start_steps=150, warm_start_batch=16, **size))
+    return made
 
 
 def train(folder: Path, out: Path, *arguments: str, timeout: float = 300) -> list[dict[str, Any]]:
@@ -95,12 +110,10 @@ def train(folder: Path, out: Path, *arguments: str, timeout: float = 300) -> lis
     return metrics_of(out)
 
 
-def test_the_main_job_trains_on_conversations(recipe: ModuleType, tmp_path: Path) -> None:
+def test_the_main_job_trains_on_conversations(folder: Path, tmp_path: Path) -> None:
     """A model that has seen some calls makes some, and reads the answers."""
-    size = {"num_training": 64, "num_validation": 16, "hidden_size": 64, "num_layers": 2}
-    recipe.prepare(tmp_path, recipe.Recipe(asks=1.0, warm_start_steps=150, warm_start_batch=16, **size))
     small = [f"{key}=8" for key in ("data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size")]
-    steps = train(tmp_path, tmp_path / "out", *small, "trainer.total_training_steps=2", "trainer.test_freq=2")
+    steps = train(folder, tmp_path / "out", *small, "trainer.total_training_steps=2", "trainer.test_freq=2")
     trained = [step for step in steps if "tools/calls/mean" in step]
     assert len(trained) == 2
     for step in trained:
@@ -112,7 +125,7 @@ def test_the_main_job_trains_on_conversations(recipe: ModuleType, tmp_path: Path
     world.write_text(ENVIRONMENT)
     own = (f"{MULTI_TURN}.environment_path={world}:World", f"{MULTI_TURN}.function_tool_path=null")
     credit = ("algorithm.adv_estimator=gigpo", f"{MULTI_TURN}.turn_rewards=True", "trainer.total_training_steps=1")
-    (step,) = train(tmp_path, tmp_path / "credit", *small, *own, *credit, "trainer.val_before_train=False")
+    (step,) = train(folder, tmp_path / "credit", *small, *own, *credit, "trainer.val_before_train=False")
     # Scores are 1; the rewards of the turns come on top, and turns with and without a call differ in return.
     assert step["critic/score/mean"] == 1.0
     assert step["critic/rewards/mean"] == pytest.approx(1.0 + 0.25 * step["tools/calls/mean"])
@@ -145,10 +158,8 @@ def test_two_runs_with_tools_have_equal_metrics(recipe: ModuleType, tmp_path: Pa
     assert all(step["tools/calls/mean"] > 0.3 and step["actor/grad_norm"] > 0 for step in first)
 
 
-def test_the_main_job_trains_on_what_an_agent_loop_of_the_users_returns(recipe: ModuleType, tmp_path: Path) -> None:
+def test_the_main_job_trains_on_what_an_agent_loop_of_the_users_returns(folder: Path, tmp_path: Path) -> None:
     """verl's class, its file unedited: two steps, a validation, and a row whose episodes all raise."""
-    size = {"num_training": 16, "num_validation": 8, "hidden_size": 64, "num_layers": 2}
-    recipe.prepare(tmp_path, recipe.Recipe(asks=1.0, warm_start_steps=150, warm_start_batch=16, **size))
     (tmp_path / "loop.py").write_text(LOOP)
     entry = f"- name: calculates\n  _target_: {tmp_path}/loop.py:Calculates\n  fails_at: [3]\n"
     (tmp_path / "loops.yaml").write_text(entry)
@@ -156,8 +167,10 @@ def test_the_main_job_trains_on_what_an_agent_loop_of_the_users_returns(recipe: 
     loop = (f"{agent}.agent_loop_config_path={tmp_path}/loops.yaml", f"{agent}.default_agent_loop=calculates")
     plain = (f"{MULTI_TURN}.enable=False", f"{MULTI_TURN}.function_tool_path=null")
     small = [f"{key}=8" for key in ("data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size")]
+    pq.write_table(pq.read_table(folder / "data" / "train.parquet").slice(0, 16), tmp_path / "train.parquet")
+    rows = (f"data.train_files={tmp_path}/train.parquet", "data.val_max_samples=8")
     length = ("trainer.total_training_steps=2", "trainer.test_freq=2")
-    steps = train(tmp_path, tmp_path / "out", *small, *plain, *loop, *length)
+    steps = train(folder, tmp_path / "out", *small, *plain, *loop, *rows, *length)
     trained = [step for step in steps if "actor/grad_norm" in step]
     assert len(trained) == 2
     assert sum(step["tools/lost_episodes"] for step in trained) == 8  # of one row, in one epoch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -35,7 +36,10 @@ def recipe(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         monkeypatch.syspath_prepend(str(ROOT / "recipes" / folder))
     for module in ("model", "prepare"):
         monkeypatch.delitem(sys.modules, module, raising=False)
-    return __import__("prepare")
+    prepare = __import__("prepare")
+    # Of two thousand games for three numbers that it prints.
+    monkeypatch.setattr(prepare, "success_of", partial(prepare.success_of, games=10))
+    return prepare
 
 
 def small(recipe: ModuleType) -> Any:

@@ -32,6 +32,7 @@ _FORKS.set_forkserver_preload(
         *("transformers.models.qwen2.modeling_qwen2", "safetensors.torch", "pyarrow.parquet", "hydra"),
         *("verl_like.trainer.command_line", "verl_like.trainer.run", "verl_like.cluster.local"),
         *("verl_like.workers.host", "verl_like.workers.roles", "verl_like.rollout.hf"),
+        "tests.worlds.frozen",
     ]
 )
 

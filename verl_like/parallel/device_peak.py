@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -75,7 +76,12 @@ def _longest_match(names: Iterable[str], device_name: str) -> str | None:
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype) -> DevicePeak:
-    """Measure the best of several large matrix products and copies, with torch's threads in this process."""
+    """Measure the best of several large matrix products and copies, with torch's threads in this process, and once."""
+    return _measured(device, dtype, torch.get_num_threads())
+
+
+@cache
+def _measured(device: torch.device, dtype: torch.dtype, _threads: int) -> DevicePeak:
     side = 8192 if device.type == "cuda" else 1024
     generator = torch.Generator(device).manual_seed(0)  # the global one is the trainer's
     a, b = (torch.randn(side, side, device=device, generator=generator).to(dtype) for _ in range(2))

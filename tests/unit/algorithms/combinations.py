@@ -5,6 +5,7 @@ Nothing is picked by hand: a name that is registered is in. `legal` asks the doc
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ from verl_like.algorithms.objectives import PolicyObjective
 from verl_like.algorithms.policy_losses import POLICY_LOSSES
 from verl_like.config import (
     ActorConfig,
-    ActorRolloutRefConfig,
     PolicyLossConfig,
     PPOConfig,
     RolloutCorrectionConfig,
@@ -65,6 +65,8 @@ KL_TERMS = (
 SUBSETS: tuple[tuple[str, ...], ...] = tuple(
     names for size in range(len(OPTIONS) + 1) for names in itertools.combinations(OPTIONS, size)
 )
+# None, each alone, all pairs, all but one, and all.
+PAIRS = tuple(names for names in SUBSETS if len(names) <= 2 or len(names) >= len(OPTIONS) - 1)
 
 
 def actor_of(loss: tuple[str, ToprConfig], mode: str, kl: KLTerm, options: tuple[str, ...]) -> ActorConfig:
@@ -105,14 +107,29 @@ class Combination:
         return PolicyObjective(self.actor, self.correction, two_policies=self.correction.bypass_mode)
 
 
+_AROUND = PPOConfig()  # of which `legal` changes the actor alone
+
+
 def legal(actor: ActorConfig) -> bool:
     """Whether the doctor lets it pass."""
-    return not impossible(PPOConfig(actor_rollout_ref=ActorRolloutRefConfig(actor=actor)), "losses")
+    _AROUND.actor_rollout_ref = dataclasses.replace(_AROUND.actor_rollout_ref, actor=actor)
+    return not impossible(_AROUND, "losses")
 
 
-def covering(loss: tuple[str, ToprConfig]) -> Iterator[Combination]:
-    """All legal (aggregation, KL term) of a loss, all subsets of options, all corrections, each at least once."""
-    terms = [t for t in itertools.product(AGGREGATIONS.names(), KL_TERMS) if legal(actor_of(loss, *t, ()))]
-    for i in range(max(len(terms), len(SUBSETS), len(CORRECTIONS))):
-        actor = actor_of(loss, *terms[i % len(terms)], SUBSETS[i % len(SUBSETS)])
+def terms_of(loss: tuple[str, ToprConfig], *, whole: bool) -> list[tuple[str, KLTerm]]:
+    """Legal (aggregation, KL term). Not whole: each aggregation and each term, in other pairs for other losses."""
+    modes, number = AGGREGATIONS.names(), LOSSES.index(loss)
+    terms = [
+        (mode, kl)
+        for (i, mode), (j, kl) in itertools.product(enumerate(modes), enumerate(KL_TERMS))
+        if whole or (i + j + number) % len(modes) == 0
+    ]
+    return [term for term in terms if legal(actor_of(loss, *term, ()))]
+
+
+def covering(loss: tuple[str, ToprConfig], *, whole: bool) -> Iterator[Combination]:
+    """The terms of a loss, subsets of options (whole: all, else pairs), all corrections, each at least once."""
+    terms, subsets = terms_of(loss, whole=whole), SUBSETS if whole else PAIRS
+    for i in range(max(len(terms), len(subsets), len(CORRECTIONS))):
+        actor = actor_of(loss, *terms[i % len(terms)], subsets[i % len(subsets)])
         yield Combination(actor, CORRECTIONS[i % len(CORRECTIONS)])

@@ -22,6 +22,7 @@ from tests.unit.algorithms.combinations import (
     CORRECTIONS,
     KL_TERMS,
     LOSSES,
+    PAIRS,
     SUBSETS,
     Combination,
     actor_of,
@@ -31,6 +32,7 @@ from tests.unit.algorithms.combinations import (
 from verl_like.algorithms.advantages import AdvantageInputs, compute_advantages
 from verl_like.algorithms.aggregate import AGGREGATIONS
 from verl_like.algorithms.experience import place_on_last_token
+from verl_like.algorithms.kl import KL_ESTIMATORS
 from verl_like.algorithms.minibatch import denominators_of
 from verl_like.algorithms.objectives import PolicyObjective
 from verl_like.algorithms.policy_losses import POLICY_LOSSES
@@ -142,10 +144,15 @@ def test_nothing_registered_is_left_out() -> None:
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: f"{loss[0]}-{loss[1].ratio_level}-{loss[1].reward_source}")
 def test_every_combination(loss: Any) -> None:
-    """All aggregations, KL terms, subsets of options and corrections, each on a batch and a cut of its own."""
-    seen = list(covering(loss))
+    """All aggregations, KL terms, pairs of options and corrections, each on a batch and a cut of its own.
+
+    All pairs of the first two, and all subsets of options, come with the first loss, and are among what is drawn below.
+    """
+    whole = loss == LOSSES[0]
+    seen = list(covering(loss, whole=whole))
     assert {one.actor.loss_agg_mode for one in seen} == set(AGGREGATIONS.names())
-    assert len(seen) >= max(len(SUBSETS), len(CORRECTIONS)), "not every subset of options comes up"
+    assert {one.actor.kl_loss_type for one in seen if one.actor.use_kl_loss} == set(KL_ESTIMATORS.names())
+    assert len(seen) >= max(len(SUBSETS if whole else PAIRS), len(CORRECTIONS)), "not every subset of options comes up"
     for i, combination in enumerate(seen):
         generator = torch.Generator().manual_seed(i)
         lengths = tuple(torch.randint(1, WIDTH + 1, (6,), generator=generator).tolist())

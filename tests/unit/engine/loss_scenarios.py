@@ -30,7 +30,10 @@ Job = tuple[Combination, Experience, Denominators]
 
 def chosen() -> list[Combination]:
     """For each loss one of its combinations, in turn, so that modes, KL terms and options change from loss to loss."""
-    return [next(itertools.islice(covering(loss), i * STRIDE % len(SUBSETS), None)) for i, loss in enumerate(LOSSES)]
+    return [
+        next(itertools.islice(covering(loss, whole=True), i * STRIDE % len(SUBSETS), None))
+        for i, loss in enumerate(LOSSES)
+    ]
 
 
 def jobs(engine: FSDPEngine) -> list[Job]:

@@ -19,6 +19,7 @@ def test_a_cpu_is_measured():
     assert peak.source == "measured"
     assert 1e9 < peak.flops < 1e14 and 1e8 < peak.bandwidth < 1e13
     assert peak.times(3).flops == 3 * peak.flops
+    assert device_peak(torch.device("cpu"), torch.float32) is peak  # two measurements would differ
 
 
 def test_links_of_known_gpus():

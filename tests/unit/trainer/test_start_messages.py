@@ -78,3 +78,18 @@ def test_pythons_own_thresholds_come_back_after_a_start() -> None:
         assert gc.get_threshold() == own
         undo()
     assert gc.get_threshold() == own
+
+
+def test_objects_stay_exempt_where_they_were() -> None:
+    gc.freeze()  # as tests/conftest.py
+    try:
+        before = gc.get_freeze_count()
+        settle(seldom=True)()
+        assert gc.get_freeze_count() == before > 10_000
+        gc.unfreeze()
+        undo = settle(seldom=True)
+        assert gc.get_freeze_count() > 10_000
+        undo()
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.freeze()
