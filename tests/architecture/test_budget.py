@@ -14,7 +14,7 @@ import pytest
 
 from tests.architecture.source import Source, package_sources, parse
 
-MOST_LINES = {"core": 36_414, "plugins": 16_782, "kit": 11_991}  # of code, by ring
+MOST_LINES = {"core": 36_416, "plugins": 16_782, "kit": 11_991}  # of code, by ring
 MOST_SMALL_FILES = {
     "core": 30,
     "plugins": 37,

@@ -65,6 +65,11 @@ def link_bandwidth(device_name: str) -> float | None:
     return None if known is None else _LINKS[known]
 
 
+def known_devices() -> tuple[str, ...]:
+    """Names of the GPUs whose data sheets are known."""
+    return tuple(_DATA_SHEETS)
+
+
 def _longest_match(names: Iterable[str], device_name: str) -> str | None:
     return max((name for name in names if name in device_name), key=len, default=None)
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from verl_like.parallel.device_peak import data_sheet, device_peak, link_bandwidth
+from verl_like.parallel.device_peak import data_sheet, device_peak, known_devices, link_bandwidth
 
 
 def test_longest_matching_name_wins():
@@ -24,3 +24,4 @@ def test_a_cpu_is_measured():
 def test_links_of_known_gpus():
     assert link_bandwidth("NVIDIA H200") == 450e9 and link_bandwidth("NVIDIA H800") == 200e9
     assert link_bandwidth("NVIDIA L40S") is None
+    assert all(data_sheet(name) is not None for name in known_devices())
