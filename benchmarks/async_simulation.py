@@ -23,8 +23,8 @@ import numpy as np
 
 from verl_like.batch import Prompt, PromptRow
 from verl_like.config import DataConfig, PPOConfig
-from verl_like.config.asynchronous import AsyncTrainingConfig
 from verl_like.config.batch_plan import prompts_in_flight
+from verl_like.config.ppo import AsyncTrainingConfig
 from verl_like.episodes.answering import Answering, Collection
 from verl_like.episodes.episode import SingleTurn
 from verl_like.episodes.loop import Arrivals

@@ -238,7 +238,7 @@ ALGORITHMS = [
     ),
     Mutation(
         "groups of equal rewards pass the filter",
-        "algorithms/group_filter.py",
+        "algorithms/reward_shaping.py",
         "groups.std_G > threshold",
         "groups.std_G >= threshold",
         "algorithms/test_group_filter.py",

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from tests.e2e.support import metrics_of, overrides, write_task
 from verl_like.batch import Evaluated, Rollouts
 from verl_like.cluster.environment import free_port
-from verl_like.config.reward_rollout import RewardRolloutConfig
+from verl_like.config.reward import RewardRolloutConfig
 from verl_like.plugins.reward_models.server import server_command, server_environment
 from verl_like.services.server import Server
 from verl_like.trainer.compose import compose

@@ -15,7 +15,7 @@ from tests.contracts.engine_ends import within
 from tests.contracts.test_speculation import COUNT, DRAFTS, excess, model, requests
 from tests.unit.rollout.tiny import MAX_LEN, TOKENIZER_SIZE, FakeTrainEngine, free_port, state, tiny_config
 from verl_like.config import EngineKwargsConfig, ModelConfig, RolloutConfig
-from verl_like.config.reward_rollout import RewardRolloutConfig
+from verl_like.config.reward import RewardRolloutConfig
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
 from verl_like.plugins.reward_models.server import server_command, server_environment

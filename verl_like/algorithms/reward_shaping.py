@@ -5,31 +5,71 @@ Order, each step off by default (docs/algorithms.md has the picture):
   per token      (score on the last sampled token, minus KL) -> token_reward_clip -> whiten_rewards
   after credit   whiten_advantages -> advantage_clip -> PF-PPO resampling
 Every statistic is one of the whole rollout batch, in float64; only rows that are trained on enter it, and an episode
-of several rows enters it once.
+of several rows enters it once. The filter of groups without a signal, at the end, reads shaped rewards too.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from verl_like.algorithms.completeness import complete, component_names, extra_numbers
+from verl_like.algorithms.completeness import SHAPED_REWARDS, complete, component_names, extra_numbers
 from verl_like.algorithms.groups import group_statistics
 from verl_like.algorithms.masked import masked_fill_zero, masked_whiten
-from verl_like.algorithms.moments import RunningMoments
-from verl_like.batch import Episodes, PromptRow, Rollouts, Scores, usable_number
+from verl_like.batch import Episodes, PromptRow, Rollouts, Scores, usable_number, whole_episodes
 from verl_like.config import (
     AgentRewardNormConfig,
     AlgorithmConfig,
+    FilterGroupsConfig,
     LengthRewardConfig,
     OverlongBufferConfig,
     PFPPOConfig,
     RewardModelConfig,
 )
 from verl_like.flat_columns import row_sums
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningMoments:
+    """Running count, mean and variance, an immutable value: `update` returns the next one.
+
+    Parallel variance (Chan, Golub and LeVeque 1979), in float64.
+    """
+
+    count: int = 0
+    mean: float = 0.0
+    var: float = 0.0  # biased: divided by count
+
+    @property
+    def std(self) -> float:
+        """Unbiased standard deviation; 0 with fewer than two values."""
+        return math.sqrt(self.var * self.count / (self.count - 1)) if self.count > 1 else 0.0
+
+    def update(self, values_B: Tensor) -> RunningMoments:
+        """The moments after these values too."""
+        added = len(values_B)
+        if not added:
+            return self
+        values = values_B.double()
+        mean, var = values.mean().item(), values.var(correction=0).item()
+        total, difference = self.count + added, mean - self.mean
+        squares = self.var * self.count + var * added + difference**2 * self.count * added / total
+        return RunningMoments(count=total, mean=self.mean + difference * added / total, var=squares / total)
+
+    def state_dict(self) -> dict[str, float]:
+        """Plain numbers for the checkpoint; JSON keeps them exactly."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, float]) -> RunningMoments:
+        """Restore the moments from the numbers that `state_dict` gave."""
+        return cls(count=int(state["count"]), mean=state["mean"], var=state["var"])
+
 
 NORM_EPS = 1e-6
 
@@ -302,3 +342,50 @@ def pf_ppo_rows(score_B: Tensor, config: PFPPOConfig, seed: int) -> tuple[Tensor
     generator = torch.Generator().manual_seed(seed % 2**63)
     rows_B = torch.multinomial(pf_ppo_weights(score_B, config), len(score_B), replacement=True, generator=generator)
     return rows_B, {"training/pf_ppo_distinct_rows": len(rows_B.unique()) / len(rows_B)}
+
+
+def has_signal_B(
+    config: FilterGroupsConfig,
+    reward_model: RewardModelConfig,
+    rollouts: Rollouts,
+    scores: Scores,
+    max_response_length: int,
+) -> Tensor:
+    """True for the rows whose group passes: bool [B], the same for all rows of a group.
+
+    range: lo < mean of the metric < hi (Colossal-RL's filter_range). std: standard deviation above std_threshold, by
+    default 0 unless range is set (DAPO; ROLL's std_filter). Both, if both are set. Only rows that can be trained on
+    and have the metric count, those of an episode once; a group with fewer than two has nothing to compare and does not
+    pass.
+    """
+    kept_B = trainable_B(rollouts, scores)
+    kept, kept_scores = whole_episodes(rollouts.select(kept_B), scores.select(kept_B))
+    if config.metric in (None, "score"):
+        values_B = kept_scores.score_B.double()
+    elif config.metric in SHAPED_REWARDS:
+        values_B, _ = response_rewards(reward_model, kept, kept_scores, max_response_length)
+    else:
+        values_B = extra_numbers(kept_scores, config.metric)
+    known_B = values_B.isfinite()
+    kept, values_B = kept.select(known_B), values_B[known_B]
+    # float32: sums of a group's equal values are then exact in float64, and its deviation is exactly 0
+    groups = group_statistics(values_B.float(), kept.group_B)
+    passes_G = groups.size_G > 1
+    threshold = config.std_threshold
+    if config.range is not None:
+        low, high = config.range
+        passes_G &= (groups.mean_G > low) & (groups.mean_G < high)
+    elif threshold is None:
+        threshold = 0.0
+    if threshold is not None:
+        passes_G &= groups.std_G > threshold
+    passing = kept.group_B[groups.of_rows(passes_G)]
+    return torch.isin(rollouts.group_B, passing)
+
+
+def large_enough_B(rollouts: Rollouts, scores: Scores, least: int) -> Tensor:
+    """True for the rows whose group has so many responses with a score (algorithm.min_group_size): bool [B]."""
+    episodes, graded = whole_episodes(rollouts, scores)
+    groups = group_statistics(graded.valid_B.float(), episodes.group_B)
+    enough_G = groups.sums_of(graded.valid_B.float()) >= least
+    return torch.isin(rollouts.group_B, episodes.group_B[groups.of_rows(enough_G)])

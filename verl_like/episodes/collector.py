@@ -23,8 +23,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from verl_like.algorithms.group_filter import has_signal_B, large_enough_B
-from verl_like.algorithms.reward_shaping import baseline_rewards
+from verl_like.algorithms.reward_shaping import baseline_rewards, has_signal_B, large_enough_B
 from verl_like.batch import Episodes, Prompt, PromptRow, Rollouts, Scores, whole_episodes
 from verl_like.config import PPOConfig
 from verl_like.data.loader import PromptLoader

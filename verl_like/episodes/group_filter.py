@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from verl_like.algorithms.completeness import complete
-from verl_like.algorithms.group_filter import has_signal_B, large_enough_B
+from verl_like.algorithms.reward_shaping import has_signal_B, large_enough_B
 from verl_like.batch import PromptRow, Scores
 from verl_like.config import PPOConfig
 from verl_like.episodes.answering import Collection, Group, all_graded

@@ -92,7 +92,7 @@ def export(source: Path, out: Path, choices: Choices, role: str = ACTOR) -> list
         shutil.rmtree(written)
     written.mkdir(parents=True)
     try:
-        lines = _write_adapter(folder, written, out) if not choices.merge else _write_model(folder, written, choices)
+        lines = _write_adapter(folder, written) if not choices.merge else _write_model(folder, written, choices)
         _copy_beside(folder, written, config=choices.merge)
         if out.exists():
             out.rmdir()
@@ -120,7 +120,7 @@ def _write_model(folder: Path, written: Path, choices: Choices) -> list[str]:
     adapters = _adapters_of(stored, folder, meta)
     weights = _with_base(stored, own, choices) if adapters else stored.weights
     kept = [name for name in weights.names if not is_adapter(name) and not _is_tied_copy(name, own, config)]
-    _require_all(own, names, kept, config, folder)
+    _require_all(own, names, kept, folder)
     units = [_Unit(name, weights.empty(name), own, names, adapters) for name in kept]
     dtype = None if choices.dtype is None else dtype_of(choices.dtype)
     files = list(_files(units))
@@ -251,7 +251,7 @@ def _with_base(stored: _Stored, own: dict[str, Any], choices: Choices) -> Stored
     return LoadedModel(base | heads)  # a value head is trained as a whole
 
 
-def _require_all(own: dict[str, Any], names: CheckpointNames, kept: Sequence[str], config: Any, folder: Path) -> None:
+def _require_all(own: dict[str, Any], names: CheckpointNames, kept: Sequence[str], folder: Path) -> None:
     """Raise ValueError unless every weight of the model is there, under the module's name or the files'."""
     there = set(kept)
     value_model = any(name.startswith(("score.", "v_head.", "classifier.")) for name in kept)
@@ -271,7 +271,7 @@ def _is_tied_copy(name: str, own: dict[str, Any], config: Any) -> bool:
     return bool(config.tie_word_embeddings) and name not in own and name.endswith("lm_head.weight")
 
 
-def _write_adapter(folder: Path, written: Path, out: Path) -> list[str]:
+def _write_adapter(folder: Path, written: Path) -> list[str]:
     adapter = next((folder / name for name in _ADAPTER_FOLDERS if (folder / name).is_dir()), None)
     if adapter is None:
         raise ValueError(f"{folder} holds no adapter: it was trained with all weights (model.lora_rank=0)")

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from verl_like.config.rollout import reads_text
 from verl_like.models.vision import VisionProcessor, processor_of
-from verl_like.rollout.rng import preserve_rng
 from verl_like.rollout.rollout_engine import (
     Completion,
     GenerationRequest,
@@ -39,6 +38,27 @@ if TYPE_CHECKING:
 
     from verl_like.config import ModelConfig, RolloutConfig
     from verl_like.parallel.dist import ProcessInfo
+
+
+import random
+
+import numpy as np
+
+
+@contextmanager
+def preserve_rng() -> Iterator[None]:
+    """Save the states of all global generators (Python's, numpy's, torch's on every device) and put them back."""
+    python, arrays, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+
 
 SLEEPERS = ("weights", "kv_cache")  # what an engine can put to sleep, in the order it must come back for a weight load
 STREAM_INTERVAL_S = 0.02  # responses that end this close together leave in one message: at most 50 messages a second

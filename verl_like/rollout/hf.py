@@ -35,11 +35,10 @@ from verl_like.parallel.host_memory import is_out_of_memory
 from verl_like.parallel.sharding import saved_buffers
 from verl_like.registry import part
 from verl_like.rollout import hf_cache
-from verl_like.rollout.base import EngineSpec, SteppedRolloutEngine
+from verl_like.rollout.base import EngineSpec, SteppedRolloutEngine, preserve_rng
 from verl_like.rollout.hf_batch import Batch
 from verl_like.rollout.hf_decode import LeanDecoder
 from verl_like.rollout.int8 import Int8Linear, quantise_linears
-from verl_like.rollout.rng import preserve_rng
 from verl_like.rollout.rollout_engine import Completion, GenerationRequest, Sampled, WeightLoadError
 from verl_like.rollout.rows import Proposer, Row, fixed_tokens
 from verl_like.rollout.step_loop import StepLoop

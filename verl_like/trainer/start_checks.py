@@ -22,7 +22,7 @@ from transformers import PretrainedConfig
 from verl_like.config import DataConfig, PPOConfig, RolloutConfig
 from verl_like.config.engines import ENGINES, EngineKind
 from verl_like.config.errors import ConfigError, problems_of
-from verl_like.config.reward_rollout import RewardRolloutConfig
+from verl_like.config.reward import RewardRolloutConfig
 from verl_like.config.roles import ACTOR, REWARD, RoleConfig, generates, needs_critic, roles_of
 from verl_like.config.rollout import runs_agent_loops, runs_programs
 from verl_like.data.dataset import Dataset, make_encoder

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from verl_like.algorithms.kl import KLController
-from verl_like.algorithms.moments import RunningMoments
+from verl_like.algorithms.reward_shaping import RunningMoments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

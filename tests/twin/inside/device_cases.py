@@ -22,7 +22,7 @@ from tests.unit.rollout.test_vllm_sleep import Recorder
 from verl_like.cluster import local, resources
 from verl_like.cluster.worker_group import RankEnv
 from verl_like.config import PPOConfig, ProfilerConfig
-from verl_like.config.reward_rollout import RewardRolloutConfig
+from verl_like.config.reward import RewardRolloutConfig
 from verl_like.config.trainer import ProfileTool
 from verl_like.engine import state
 from verl_like.kit.bench import ranks
@@ -43,13 +43,13 @@ from verl_like.plugins.sglang import compat as sglang_compat
 from verl_like.plugins.sglang.engine import SGLangRolloutEngine
 from verl_like.plugins.vllm import compat
 from verl_like.plugins.vllm.engine import VLLMRolloutEngine
-from verl_like.rollout.rng import preserve_rng
+from verl_like.rollout.base import preserve_rng
 from verl_like.rollout.rollout_engine import GenerationRequest, SamplingParams
 from verl_like.rollout.step_loop import StepLoop
 from verl_like.trainer.facts import resolve_world
 from verl_like.trainer.nsight import check_nsight
 from verl_like.weight_sync import broadcast
-from verl_like.workers.profiling import WorkerProfiler
+from verl_like.workers.host import WorkerProfiler
 
 CUDA = torch.device("cuda", 0)
 GIB = 2**30
@@ -124,16 +124,16 @@ def test_doctor_and_forecast_know_the_card(card: stand_in.Card, monkeypatch: pyt
 def test_a_trace_asks_for_the_cards_kernels(
     card: stand_in.Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from verl_like.workers import profiling
+    from verl_like.workers import host
 
     asked: list[Any] = []
-    real = profiling.profile
+    real = host.profile
 
     def profile(activities: list[Any]) -> Any:
         asked.extend(activities)
         return real(activities=activities[:1])  # a CPU build refuses the other
 
-    monkeypatch.setattr(profiling, "profile", profile)
+    monkeypatch.setattr(host, "profile", profile)
     recorder = WorkerProfiler({"actor": ProfilerConfig()}, rank=0, device=CUDA, folder=tmp_path, tool=ProfileTool.torch)
     recorder.start(3)
     with recorder.phase("actor", "update"):

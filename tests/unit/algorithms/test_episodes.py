@@ -21,12 +21,10 @@ from tests.unit.algorithms.episode_rows import drawn_parts, split, split_column,
 from verl_like.algorithms.aggregate import AGGREGATIONS
 from verl_like.algorithms.corrections import correct_on_driver
 from verl_like.algorithms.experience import make_experience
-from verl_like.algorithms.group_filter import has_signal_B
 from verl_like.algorithms.minibatch import count_episode_tokens, cut_minibatches, denominators_of
-from verl_like.algorithms.moments import RunningMoments
 from verl_like.algorithms.objectives import PolicyObjective, ValueObjective
 from verl_like.algorithms.preparation import prepare_batch, prepare_minibatch
-from verl_like.algorithms.reward_shaping import baseline_rewards, shape_rewards
+from verl_like.algorithms.reward_shaping import RunningMoments, baseline_rewards, has_signal_B, shape_rewards
 from verl_like.batch import Episodes, Evaluated, Experience, Metric, Rollouts, Scores, merge_metrics
 from verl_like.config import (
     ActorConfig,

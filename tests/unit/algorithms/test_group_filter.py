@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.unit.algorithms.builders import evaluated, rollouts, scores
 from verl_like.algorithms.experience import make_experience
-from verl_like.algorithms.group_filter import has_signal_B
+from verl_like.algorithms.reward_shaping import has_signal_B
 from verl_like.batch import Rollouts, Scores
 from verl_like.config import (
     ActorConfig,

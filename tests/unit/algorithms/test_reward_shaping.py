@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from tests.unit.algorithms.builders import evaluated, rollouts, scores
 from verl_like.algorithms.experience import make_experience
-from verl_like.algorithms.moments import RunningMoments
 from verl_like.algorithms.reward_shaping import (
+    RunningMoments,
     ShapedRewards,
     clip,
     pf_ppo_rows,

@@ -11,7 +11,7 @@ import torch
 
 from tests.unit.bench.tiny import bench
 from verl_like.cli.main import main
-from verl_like.kit.bench import bubble, mesh
+from verl_like.kit.bench import mesh
 from verl_like.kit.bench.wires import sent_bytes
 from verl_like.kit.forecast import traffic
 from verl_like.parallel import pipeline
@@ -40,13 +40,13 @@ def test_the_orders_wait_as_long_as_the_formula_says(schedule: str) -> None:
         least = traffic.bubble(stages, count, pieces)
         if count >= stages or pieces == 1:
             assert least == (stages - 1) / (pieces * count + stages - 1)
-        assert bubble.idle_slots(schedule, stages, count, pieces) == pytest.approx(least)
+        assert mesh.idle_slots(schedule, stages, count, pieces) == pytest.approx(least)
 
 
 def test_late_gradients_leave_a_third_of_the_wait() -> None:
     """By the formula, exactly, where micro-batches are no fewer than stages, or a stage has one piece."""
     for stages, count, pieces in itertools.product((2, 3, 4, 8), (1, 2, 3, 7, 8, 9, 18), (1, 2, 3)):
-        least, waits = traffic.bubble(stages, count, pieces, late=True), bubble.idle_slots
+        least, waits = traffic.bubble(stages, count, pieces, late=True), mesh.idle_slots
         if count >= stages:
             assert least == (stages - 1) / (3 * pieces * count + stages - 1)
         if count >= stages or pieces == 1:
@@ -70,23 +70,23 @@ def test_an_order_that_waits_longer_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     def one_by_one(_: str, stage: int, stages: int, count: int, pieces: int) -> Any:
         return ((kind, 0, i) for i in range(count) for kind in ("forward", "backward"))
 
-    monkeypatch.setattr(bubble, "order_of", one_by_one)
-    assert bubble.idle_slots("none", 2, 8) == pytest.approx(0.5)
+    monkeypatch.setattr(mesh, "order_of", one_by_one)
+    assert mesh.idle_slots("none", 2, 8) == pytest.approx(0.5)
 
 
 def test_an_order_that_waits_for_ever_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many passes ahead as of stages in one piece: the first piece's come back before the last one's have begun."""
     monkeypatch.setattr(pipeline, "passes_ahead", lambda stage, stages, *_: stages - 1 - stage)
     with pytest.raises(AssertionError, match="each of 2 stages waits for another"):
-        bubble.idle_slots("1f1b", 2, 8, 2)
-    monkeypatch.setattr(bubble, "order_of", lambda *about: reversed([*order_of(*about)]))
+        mesh.idle_slots("1f1b", 2, 8, 2)
+    monkeypatch.setattr(mesh, "order_of", lambda *about: reversed([*order_of(*about)]))
     with pytest.raises(AssertionError, match="waits for another"):
-        bubble.idle_slots("1f1b", 2, 8)
+        mesh.idle_slots("1f1b", 2, 8)
 
 
 def test_measured_waiting() -> None:
     """Of 2 stages for 10 s: one waits 2 s in between, the other begins 1 s later and ends 1 s sooner."""
-    assert bubble.idle_share([(5.0, 15.0, 2.0), (6.0, 14.0, 0.0)]) == pytest.approx(4 / 20)
+    assert mesh.idle_share([(5.0, 15.0, 2.0), (6.0, 14.0, 0.0)]) == pytest.approx(4 / 20)
 
 
 def test_a_mesh_that_is_none_is_refused() -> None:

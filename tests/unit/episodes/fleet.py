@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 from tests.unit.data.factory import CharTokenizer, write_prompts
 from verl_like.batch import Scores
 from verl_like.config import AlgorithmConfig, DataConfig, PPOConfig
-from verl_like.config.asynchronous import AsyncTrainingConfig
 from verl_like.config.batch_plan import draws_until_full
 from verl_like.config.data import CurriculumConfig
+from verl_like.config.ppo import AsyncTrainingConfig
 from verl_like.data.dataset import PromptDataset
 from verl_like.data.loader import PromptLoader
 from verl_like.data.sampler import ResumableSampler

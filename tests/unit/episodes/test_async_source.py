@@ -19,8 +19,8 @@ import pytest
 from tests.unit.episodes.fleet import Fleet, N, Rewards, collector, dataset, teaches
 from verl_like.batch import Prompt
 from verl_like.config import AlgorithmConfig, FilterGroupsConfig
-from verl_like.config.asynchronous import AsyncTrainingConfig
 from verl_like.config.errors import RunStopped
+from verl_like.config.ppo import AsyncTrainingConfig
 from verl_like.data.dataset import PromptDataset
 from verl_like.data.loader import read_prompts
 from verl_like.episodes import partial_responses

@@ -16,8 +16,8 @@ import torch
 from tests.unit.episodes.fleet import N, Verdict, collector, dataset, teaches
 from verl_like.batch import MediaHandle, Prompt
 from verl_like.config import AlgorithmConfig, FilterGroupsConfig, LengthRewardConfig, RewardModelConfig
-from verl_like.config.asynchronous import AsyncTrainingConfig
 from verl_like.config.errors import RunStopped
+from verl_like.config.ppo import AsyncTrainingConfig
 from verl_like.data.dataset import PromptDataset
 from verl_like.episodes.answering import Answering
 from verl_like.episodes.episode import Ask, Episode, EpisodeFailure, SingleTurn, Turn

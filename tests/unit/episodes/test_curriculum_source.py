@@ -11,8 +11,8 @@ import pytest
 from tests.unit.episodes.fleet import N, collector, dataset
 from verl_like.batch import Prompt, Scores, whole_episodes
 from verl_like.config import AlgorithmConfig, FilterGroupsConfig
-from verl_like.config.asynchronous import AsyncTrainingConfig
 from verl_like.config.data import CurriculumConfig
+from verl_like.config.ppo import AsyncTrainingConfig
 from verl_like.kit.bench.fake_time import FakeTimeEngine
 from verl_like.plugins.samplers.difficulty import CurriculumSampler
 

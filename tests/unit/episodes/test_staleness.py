@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_like.batch import Prompt, PromptRow, Rollouts
-from verl_like.config.asynchronous import AsyncTrainingConfig
+from verl_like.config.ppo import AsyncTrainingConfig
 from verl_like.episodes.episode import Episode, Turn
 from verl_like.episodes.rows import assemble_rollouts
 from verl_like.episodes.staleness import Book, Room, staleness_metrics

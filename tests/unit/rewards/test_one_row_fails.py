@@ -17,8 +17,7 @@ from tests.unit.algorithms.builders import evaluated, rollouts
 from tests.unit.rewards.factory import CharTokenizer
 from verl_like.algorithms.completeness import complete
 from verl_like.algorithms.experience import make_experience
-from verl_like.algorithms.moments import RunningMoments
-from verl_like.algorithms.reward_shaping import pf_ppo_weights, shape_rewards
+from verl_like.algorithms.reward_shaping import RunningMoments, pf_ppo_weights, shape_rewards
 from verl_like.batch import Episodes, Experience, Prompt, PromptRow, Scores, numeric_extras, unusable_extras
 from verl_like.config import (
     ActorConfig,

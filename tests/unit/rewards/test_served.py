@@ -12,7 +12,7 @@ from tests.unit.rewards.factory import CharTokenizer, make_rollouts
 from tests.unit.rewards.test_judge import Endpoint
 from verl_like.batch import RewardFailure
 from verl_like.config import CustomRewardFunctionConfig, DataConfig, JudgeConfig, RewardModelConfig
-from verl_like.config.reward_rollout import RewardRolloutConfig
+from verl_like.config.reward import RewardRolloutConfig
 from verl_like.rewards import served as served_module
 from verl_like.rewards.grading import Answer, ServedModel
 from verl_like.rewards.manager import RewardManager

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 
-from verl_like.rollout.rng import preserve_rng
+from verl_like.rollout.base import preserve_rng
 
 
 def _draw() -> tuple[float, float, float]:

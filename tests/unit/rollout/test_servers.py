@@ -10,7 +10,7 @@ import pytest
 
 from verl_like.cluster.worker_group import RankEnv
 from verl_like.config import EngineKwargsConfig, PPOConfig
-from verl_like.config.reward_rollout import RewardRolloutConfig
+from verl_like.config.reward import RewardRolloutConfig
 from verl_like.plugins.reward_models import server
 from verl_like.plugins.reward_models.server import RewardServer, server_command, server_environment
 from verl_like.workers.spec import WorkerSpec

@@ -29,7 +29,7 @@ def test_it_ends_with_its_parent() -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
-        while "time.sleep" not in (text := Path(f"/proc/{child}/cmdline").read_text()) or "leashed" in text:
+        while "time.sleep" not in (text := Path(f"/proc/{child}/cmdline").read_text()) or "die_with_parent" in text:
             time.sleep(0.01)  # it has not become the program yet
         os.kill(parent.pid, signal.SIGKILL)
     assert gone(child)

@@ -31,8 +31,7 @@ from verl_like.data.chat import PromptEncoder
 from verl_like.data.dataset import PromptDataset
 from verl_like.models.loading import load_tokenizer
 from verl_like.plugins.http_json import TransientError
-from verl_like.plugins.teachers.choice import Teachers, check_rows, check_teachers, with_hints
-from verl_like.plugins.teachers.file import FileTeacher
+from verl_like.plugins.teachers.choice import FileTeacher, Teachers, check_rows, check_teachers, with_hints
 from verl_like.plugins.teachers.server import ServerTeacher, likeliest
 
 K = 3

@@ -17,7 +17,6 @@ from verl_like.algorithms.policy_losses import POLICY_LOSSES, PolicyBatch
 from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.errors import ConfigError
 from verl_like.config.names import plain_names, table
-from verl_like.kit.coming_from import pages as coming_from
 from verl_like.kit.coming_from.colossal import ColossalRun
 from verl_like.kit.coming_from.importing import (
     CARRIED,
@@ -31,6 +30,7 @@ from verl_like.kit.coming_from.importing import (
     write,
 )
 from verl_like.kit.coming_from.roll import RollFile, _devices
+from verl_like.kit.docs.configuration import pages
 from verl_like.kit.verbs.import_settings import report
 from verl_like.trainer.compose import compose_with_warnings
 
@@ -567,7 +567,7 @@ def test_the_written_yaml_composes_to_the_same(tmp_path: Path) -> None:
 
 def test_the_pages_about_other_projects_are_current() -> None:
     docs = Path(__file__).parents[3] / "docs"
-    old = [name for name, text in coming_from.pages(docs).items() if (docs / name).read_text() != text]
+    old = [name for name, text in pages(docs).items() if (docs / name).read_text() != text]
     assert old == [], "run python -m verl_like.kit.docs.configuration"
 
 

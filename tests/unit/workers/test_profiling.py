@@ -12,8 +12,7 @@ from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.trainer import ProfileTool
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.trainer.compose import compose
-from verl_like.workers.host import build_profiler
-from verl_like.workers.profiling import WorkerProfiler, is_chosen
+from verl_like.workers.host import WorkerProfiler, build_profiler, is_chosen
 from verl_like.workers.spec import WorkerSpec
 
 

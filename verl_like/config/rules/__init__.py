@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from verl_like.config.errors import raise_if_any
 from verl_like.config.ppo import PPOConfig
 from verl_like.config.rule import all_rules, idle_lines, impossible, risky
-from verl_like.config.rules import groups, losses, rewards, rollout, run, training, validation  # noqa: F401, they register
+from verl_like.config.rules import groups, losses, rewards, rollout, run, training  # noqa: F401, they register
 from verl_like.config.spellings import not_available, without_effect
 
 __all__ = ["all_rules", "check", "idle_lines", "impossible", "risky"]

@@ -30,8 +30,7 @@ import torch
 from torch import Tensor
 
 from verl_like.algorithms.experience import make_experience
-from verl_like.algorithms.moments import RunningMoments
-from verl_like.algorithms.reward_shaping import shape_rewards
+from verl_like.algorithms.reward_shaping import RunningMoments, shape_rewards
 from verl_like.batch import Evaluated, Experience, Prompt, PromptRow, Rollouts, Scores, Sequences, whole_episodes
 from verl_like.cluster.worker_group import PendingResult, WorkerGroup
 from verl_like.config import PPOConfig

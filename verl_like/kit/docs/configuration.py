@@ -12,17 +12,18 @@ from __future__ import annotations
 import itertools
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_like.config.menus import AGGREGATIONS, ESTIMATORS, KL_KINDS, LOSSES, Choice
+from verl_like.config.names import PROJECTS, VERL, Row, table, written
 from verl_like.config.rules import all_rules
 from verl_like.config.schema import Key, keys
 from verl_like.config.spellings import no_effect, not_yet
-from verl_like.kit.coming_from.pages import pages
 from verl_like.kit.docs.readers import PACKAGE, readers
 from verl_like.trainer.compose import compose_tree
 
@@ -128,13 +129,13 @@ def filled(text: str, tables: Mapping[str, str], by: str = "make docs") -> str:
 
     by: what makes them, as the markers say.
     """
-    for name, table in tables.items():
+    for name, rows in tables.items():
         begin, end = (f"<!-- {word} table {name} ({by}) -->" for word in ("begin", "end"))
         before, found, rest = text.partition(begin)
         _, closed, after = rest.partition(end)
         if not (found and closed):
             raise ValueError(f"the page lacks {begin} ... {end}")
-        text = f"{before}{begin}\n\n{table.rstrip()}\n\n{end}{after}"
+        text = f"{before}{begin}\n\n{rows.rstrip()}\n\n{end}{after}"
     return text
 
 
@@ -148,6 +149,36 @@ def _table(menu: Mapping[str, Choice], heads: tuple[str, ...], keys_head: str) -
         names = ", ".join(f"`{row.name}`" for row in alike)
         lines.append(_line([names, *cells, *([read] if keys_head else [])]))
     return lines
+
+
+def pages(folder: Path) -> dict[str, str]:
+    """File name -> text: that of the page in the folder of the documentation, then the tables."""
+    named = {f"coming_from_{name}.md": project for project, name in (*PROJECTS.items(), (VERL, VERL))}
+    return {name: (folder / name).read_text().partition("\n## ")[0] + _tables(of) for name, of in named.items()}
+
+
+def _tables(project: str) -> str:
+    lines = list[str]()
+    section = ""
+    for row in table(project):
+        if row.section != section:
+            section = row.section
+            lines += ["", f"## {section}", "", f"| {project} | here | how |", "|---|---|---|"]
+        lines.append(_named_row(row, row.keys if project == VERL else row.all_keys()))
+    return "\n".join(lines) + "\n"
+
+
+def _named_row(row: Row, ours: Iterable[str]) -> str:
+    here = ", ".join(f"`{key}`" for key in ours) or {"=": "=", "": "the same"}.get(row.kind, "none")
+    here += "".join(f"{',' if place else ''} `{written(value)}`" for place, value in enumerate(row.values))
+    values = {"not": "the opposite"}.get(row.rule, row.rule if row.rule.startswith("under") else "")
+    if ">" in row.rule:
+        values = ", ".join(f"{old} → {new}" for old, new in row.translations().items() if old != "*")
+    left_out = "" if row.default is ... else f"left out: `{written(row.default)}`"
+    conditions = [f"if {each}" for each in row.conditions] + ["kept"] * row.kept
+    how = "; ".join(filter(None, (*conditions, values, row.note, left_out)))
+    cells = (", ".join(f"`{name}`" for name in row.names), here, how)
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def main(argv: list[str]) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 from verl_like.cluster.environment import free_port
 from verl_like.cluster.worker_group import RankEnv
 from verl_like.config.engines import ENGINES
-from verl_like.config.reward_rollout import RewardRolloutConfig
+from verl_like.config.reward import RewardRolloutConfig
 from verl_like.heartbeat import span
 from verl_like.plugins.vllm import versions
 from verl_like.remote_storage import local_folder

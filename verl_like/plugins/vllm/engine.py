@@ -27,11 +27,10 @@ from verl_like.models.routes import continued, route_type
 from verl_like.plugins.vllm import compat, drafts, lora, models, reader, routes, versions, vision
 from verl_like.registry import part
 from verl_like.remote_storage import local_folder
-from verl_like.rollout.base import SLEEPERS, EngineSpec, SteppedRolloutEngine
+from verl_like.rollout.base import SLEEPERS, EngineSpec, SteppedRolloutEngine, preserve_rng
 from verl_like.rollout.held_weights import Layout, checksums, held_by, sketches
 from verl_like.rollout.orders import lockstep_of
 from verl_like.rollout.placed_images import placed_images
-from verl_like.rollout.rng import preserve_rng
 from verl_like.rollout.rollout_engine import (
     Completion,
     GenerationRequest,

@@ -1,1 +1,1 @@
-"""Tool calls in the text of a response, one file per syntax."""
+"""Tool calls in the text of a response, one class per syntax."""

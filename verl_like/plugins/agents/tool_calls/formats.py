@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from verl_like.plugins.agents.tool_calls.call import ToolCallParser
 from verl_like.plugins.agents.tool_calls.harmony import Harmony
-from verl_like.plugins.agents.tool_calls.hermes import Hermes
 from verl_like.plugins.agents.tool_calls.llama import Llama
-from verl_like.plugins.agents.tool_calls.mistral import Mistral
+from verl_like.plugins.agents.tool_calls.marked import Hermes, Mistral, Qwen3Coder
 from verl_like.plugins.agents.tool_calls.pythonic import Pythonic
-from verl_like.plugins.agents.tool_calls.qwen3_coder import Qwen3Coder
 
 # names as verl, vLLM and SGLang spell them; the first of each line is the one in the documentation
 _NAMES: tuple[tuple[ToolCallParser, tuple[str, ...]], ...] = (

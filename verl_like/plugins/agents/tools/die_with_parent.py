@@ -1,5 +1,4 @@
-"""Runs a command that ends when the process ends which started it: python leashed.py PID COMMAND ARGUMENT ..., PID that
-of the process.
+"""Runs a command that ends when the process PID ends: python die_with_parent.py PID COMMAND ARGUMENT ...
 
 For programs that a library starts in a session of their own, where no signal to the worker's group reaches them. A file
 for itself: it runs with nothing of the package on its path. Linux only; elsewhere the command just runs.
