@@ -17,6 +17,7 @@ from verl_like.batch import Experience
 from verl_like.plugins.preference.dataset import Items
 from verl_like.plugins.preference.losses import Measured, carried, loss_of, referenced
 from verl_like.plugins.preference.pairs import Pairs
+from verl_like.plugins.sft.dataset import batches_of
 from verl_like.plugins.sft.trainer import SFTTrainer
 from verl_like.trainer.start_messages import start_phase
 
@@ -53,7 +54,7 @@ class PreferenceTrainer(SFTTrainer):
                 logger.warning("%s is damaged, and made again: %s", file, error)
         with start_phase(f"log-probs of the reference, {len(dataset)} rows"):
             parts = []
-            for rows, _ in dataset.batches(config.data.train_batch_size):
+            for rows, _ in batches_of(dataset, config.data.train_batch_size):
                 values_T = self.values(rows, method)
                 parts.append(Measured.of(rows, values_T).policy_IS)
         found = torch.cat(parts).contiguous()
@@ -83,9 +84,9 @@ class PreferenceTrainer(SFTTrainer):
             return {}
         parts, names = list[tuple[Pairs, Tensor]](), list[str]()
         with self.clock("testing"):
-            for rows, more in self.val.batches(self.config.data.val_batch_size):
+            for rows, more in batches_of(self.val, self.config.data.val_batch_size):
                 parts.append((rows.replace(item_B=rows.item_B + len(names), media=None), self.values(rows)))
-                names += more
+                names += more.values()
             whole, values_T = Pairs.concat([rows for rows, _ in parts]), torch.cat([values for _, values in parts])
             found = _named("val", loss_of(self.config.preference, whole, values_T)[1])
             for name in sorted(set(names)):

@@ -57,8 +57,8 @@ class SFTFacts(Facts):
         return {"sft": self.config.sft, "seed": self.config.trainer.seed, "vision": self.vision}
 
     def first_rows(self) -> list[Row]:
-        """Return rows of the first conversation, for the log."""
-        return self.train.rows(0)[-1:]  # pyright: ignore[reportAttributeAccessIssue]
+        """Return the last row of each answer of the first row of the data, for the log."""
+        return [answer[-1] for answer in self.train.answers(0)]  # pyright: ignore[reportAttributeAccessIssue]
 
     def _dataset(self, split: str, files: Files) -> SFTDataset | None:
         if split == "val" and not files:
