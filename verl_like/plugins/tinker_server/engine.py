@@ -34,7 +34,8 @@ from verl_like.models.heads import TOP_IDS, TOP_LOG_PROBS, PolicyModel
 from verl_like.models.loading import load_hf_config
 from verl_like.models.packing import ModelInput
 from verl_like.parallel.dist import init_distributed, shutdown_distributed
-from verl_like.plugins.tinker_server.adapters import Adapter, AdapterSpec, Places
+from verl_like.plugins.tinker_server.adapters import Adapter, Places
+from verl_like.plugins.tinker_server.bodies import AdapterSpec
 from verl_like.plugins.tinker_server.losses import HIGH, LOSSES, LOW
 from verl_like.plugins.tinker_server.samplers import MOST_SNAPSHOTS, SAMPLERS
 from verl_like.rollout.base import EngineSpec
@@ -357,7 +358,7 @@ class Engines:
     def drop_gradient(self, model: str) -> None:
         """Drop what passes have added up since the last step."""
         if model in self.models:
-            self.models[model].gradients = None
+            self.models[model].gradient = None
 
     # --- sampling ----------------------------------------------------------------------------------------------------
 
