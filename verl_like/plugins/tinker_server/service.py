@@ -431,8 +431,7 @@ class Service:
         asked, kind, limits = list[Work](), jobs[0].kind, self.limits
         for job in jobs:
             message = wire.parsed_pass(self._body(job))
-            rows, loss, settings = await self._call(wire.rows_of, message, limits)  # others are answered meanwhile
-            asked.append(Work(model=job.model, rows=rows, loss=loss, settings=settings))
+            asked.append(await self._call(wire.work_of, message, limits))  # others are answered meanwhile
         seed = request_seed(self.limits.seed, "pass", jobs[0].seq)
         backward = kind == "forward_backward"
         found = await self._call(self.engines.forward_backward, asked, backward=backward, seed=seed)
