@@ -163,7 +163,13 @@ def test_losses_equal_plain_models(process: ProcessInfo, path: str, tmp_path: Pa
 @pytest.mark.parametrize(("ratios", "point"), [((1.0, 0.5), 0.75), ((1.0, -1.5), 0.0)])
 def test_ktos_reference_point_is_a_mean_that_is_not_below_0(ratios: tuple[float, float], point: float) -> None:
     zeros, yes = torch.zeros(2, 1, dtype=torch.float64), torch.ones(2, 1, dtype=torch.bool)
-    given = {"reference_IS": zeros, "length_IS": zeros + 1, "good_IS": yes, "margin_I": zeros[:, 0]}
+    given = {
+        "reference_IS": zeros,
+        "length_IS": zeros + 1,
+        "good_IS": yes,
+        "margin_I": zeros[:, 0],
+        "imitated_I2": zeros,
+    }
     said = Measured(policy_IS=zeros + torch.tensor(ratios)[:, None], unrelated_IS=yes, **given)
     assert distance(said).item() == pytest.approx(point)
 
@@ -172,7 +178,7 @@ def test_ktos_reference_point_is_a_mean_that_is_not_below_0(ratios: tuple[float,
 def test_odds_of_an_answer_that_float32_takes_for_certain_are_finite(mean: tuple[float, float]) -> None:
     policy_IS = torch.tensor([mean], dtype=torch.float64, requires_grad=True)
     ones, no = torch.ones(1, 2, dtype=torch.float64), torch.zeros(1, 2, dtype=torch.bool)
-    given = {"reference_IS": 0 * ones, "length_IS": ones, "margin_I": 0 * ones[:, 0]}
+    given = {"reference_IS": 0 * ones, "length_IS": ones, "margin_I": 0 * ones[:, 0], "imitated_I2": ones}
     said = Measured(policy_IS=policy_IS, good_IS=~no, unrelated_IS=no, **given)
     loss, _ = LOSSES["orpo"](PreferenceConfig(loss="orpo"), said)
     loss.backward()

@@ -22,7 +22,7 @@ from verl_like.config.sft import SFTConfig
 from verl_like.data import chat
 from verl_like.data.templates import TEMPLATES
 from verl_like.plugins.sft import dataset as module
-from verl_like.plugins.sft.dataset import SFTDataset
+from verl_like.plugins.sft.dataset import SFTDataset, batches_of
 from verl_like.plugins.sft.start import shown
 from verl_like.plugins.sft.turns import Row
 from verl_like.trainer.build import prepare
@@ -161,7 +161,7 @@ def test_rows_without_anything_to_train_are_left_out_and_counted(
     assert "row 2: data.truncation=right at sft.max_length=60 cuts the answers off" in warnings[0]
     assert "cuts 4 of 14 trained tokens off" in warnings[1]  # 2 of row 2, and the last turn of row 5
     assert "3 rows with 110 tokens, of which 10 are trained; the longest has 111" in caplog.text
-    assert all(batch.response_mask_T.any() for batch, _ in made.batches(1))
+    assert all(batch.response_mask_T.any() for batch, _ in batches_of(made, 1))
     dropped = dataset(
         tokenizer, write(tmp_path / "rows.jsonl", *rows), {"max_length": 60}, filter_overlong_prompts=True
     )

@@ -76,7 +76,7 @@ def row(limits: Limits, parts: list[Any], **image: Any) -> Row:
     for name, values, dtype in (("target_tokens", targets, 2), ("weights", weights, 1)):
         tensor = {"dense": values.tobytes(), "dtype": dtype, "shape": values.shape}
         message.data[0].loss_fn_inputs.add(key=name, value=tensor)
-    [found], _, _ = wire.rows_of(message, limits)
+    [found] = wire.work_of(message, limits).rows
     return found
 
 

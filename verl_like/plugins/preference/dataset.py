@@ -5,30 +5,28 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from verl_like.batch import PromptRow, usable_number
+from verl_like.batch import usable_number
 from verl_like.config import DataConfig
 from verl_like.config.paths import Files
 from verl_like.config.preference import PreferenceConfig
 from verl_like.config.sft import SFTConfig
-from verl_like.data.chat import Conversation, Messages, PromptEncoder
-from verl_like.data.dataset import source_of
+from verl_like.data.chat import Messages
 from verl_like.data.reading import to_messages
 from verl_like.data.rows import messages_or_text
 from verl_like.plugins.preference.losses import imitation
-from verl_like.plugins.preference.pairs import Answer, Item, Pairs, pairs_of
+from verl_like.plugins.preference.pairs import Item, Pairs, pairs_of
 from verl_like.plugins.sft.dataset import SFTDataset, trained_turns
-from verl_like.plugins.sft.turns import Row, Task, as_rendered, attempt, encoded
+from verl_like.plugins.sft.turns import Answer, Row, Task
 
 logger = logging.getLogger(__name__)
 
-_KEPT = 50_000  # items whose tokens stay in memory
 _MARGIN = "margin"  # TRL's column
 
 
@@ -75,12 +73,6 @@ class Items:
         items, known_IS = [self.item(index) for index in indices], None if known is None else known[list(indices)]
         return pairs_of(items, numbers, known_IS, whole=imitation(config)[1], scored=config.loss == "reward")
 
-    def batches(self, size: int | None) -> Iterator[tuple[Pairs, list[str]]]:
-        """Yield all items in batches of `size` (None: one), with the names of their sets or data sources."""
-        for start in range(0, len(self), size or len(self)):
-            numbers = range(start, min(len(self), start + (size or len(self))))
-            yield self.batch(numbers, numbers), [self.item(number).name for number in numbers]
-
     def check_rows(self) -> None:
         """Encode every item. Raises ValueError for the first that cannot be used; tells how many teach nothing."""
         found, same, kinds = hashlib.blake2b(digest_size=16), 0, set[bool]()
@@ -108,15 +100,6 @@ class Items:
             )
 
 
-def encoded_answers(encoder: PromptEncoder, rows: Iterable[list[Task] | str]) -> list[list[list[Row]] | str]:
-    """Encode the answers of each row; what is wrong with a row is passed on."""
-    found = list[Any]()
-    for tasks in rows:
-        answers = [tasks] if isinstance(tasks, str) else encoded(encoder, tasks)
-        found.append(next((each for each in answers if isinstance(each, str)), answers))
-    return found
-
-
 class PreferenceDataset(Items, SFTDataset):
     """Data set of the items of files; see SFTDataset. preference: section preference.
 
@@ -124,7 +107,6 @@ class PreferenceDataset(Items, SFTDataset):
     """
 
     always_prompts = False
-    encoding = staticmethod(encoded_answers)
 
     def __init__(
         self,
@@ -138,7 +120,6 @@ class PreferenceDataset(Items, SFTDataset):
         **options: Any,
     ) -> None:
         self.preference, self.where = preference, f"data.{split}_files"
-        self._items = dict[int, Item]()
         self._margin = preference.margin_key or (_MARGIN if preference.loss == "reward" else None)
         forms = {False: (preference.chosen_key, preference.rejected_key)}
         if preference.loss == "kto":
@@ -175,9 +156,6 @@ class PreferenceDataset(Items, SFTDataset):
         prompts = all(self.data.prompt_key in file.rows.columns for file in self.files)
         return SFTDataset._survey(self) if prompts else ([], [])
 
-    def _conversation(self, position: int) -> tuple[Conversation, str]:
-        return as_rendered(self.encoder, self._task(position)[0]), self._place(position)
-
     def messages(self, row: dict[str, Any], place: str) -> Messages:
         """Messages of a row's prompt, after data.system_prompt."""
         prompt = row.get(self.data.prompt_key)
@@ -213,17 +191,12 @@ class PreferenceDataset(Items, SFTDataset):
             raise ValueError(f"{keys[0]} and {keys[1]} must begin alike, with the prompt, and end otherwise")
         return one[:length]
 
-    def __getitem__(self, index: int) -> tuple[list[int], PromptRow]:
-        """Tokens of the first answer's last row, and the prompt."""
-        return self.item(index).answers[0][-1].ids.tolist(), self.row(int(self._kept[index]))
-
     def own(self, index: int) -> Item:
-        position = int(self._kept[index])
-        if position not in self._items:
-            self._whole(position, encoded_answers(self.encoder, [attempt(self._task, position)])[0])
-        return self._items[position]
+        cells = self._cells(int(self._kept[index]))
+        good = (bool(cells.get(self.preference.label_key)),) if self._labelled else (True, False)
+        return Item(answers=self.answers(index), good=good, margin=float(cells.get(self._margin or "") or 0))
 
-    def _task(self, position: int) -> list[Task]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def _tasks(self, position: int) -> list[Task]:
         """Read what is to be encoded of a row: each answer, behind the prompt (ValueError)."""
         place, row, cells, tasks = self._place(position), self.row(position), self._cells(position), list[Task]()
         margin, config = cells.get(self._margin or ""), self.preference
@@ -254,27 +227,11 @@ class PreferenceDataset(Items, SFTDataset):
             )
         return said
 
-    def _remember(self, position: int, whole: list[Row]) -> list[Row]:
-        return whole  # `_whole` keeps the item
-
-    def _whole(self, position: int, found: list[list[Row]] | str) -> list[Row]:
-        """Rows of all answers, before they are cut; and keep the item, unless it is longer than it may be."""
-        if isinstance(found, str):
-            raise ValueError(found)
-        whole = [SFTDataset._whole(self, position, answer) for answer in found]
-        rows = list(itertools.chain.from_iterable(whole))
-        if self.data.filter_overlong_prompts and max(len(row.ids) for row in rows) > self.sft.max_length:
-            return rows
-        answers = [[row for row in map(self._fitted, answer) if row.trained[1:].any()] for answer in whole]
-        if not all(answers):
-            raise ValueError(f"data.truncation at sft.max_length={self.sft.max_length} leaves nothing of an answer")
-        cells, file = self._cells(position), self.files[self._locate(position)[0]]
-        good = (bool(cells.get(self.preference.label_key)),) if self._labelled else (True, False)
-        margin, name = float(cells.get(self._margin or "") or 0), file.name or source_of(cells, self.data)
-        self._items[position] = Item(answers=answers, good=good, margin=margin, name=name)
-        if len(self._items) > _KEPT:
-            del self._items[next(iter(self._items))]
-        return rows
+    def _cut(self, answers: list[Answer]) -> list[Answer]:
+        found: list[Answer] = [[row for row in answer if row.trained[1:].any()] for answer in super()._cut(answers)]
+        if all(found):
+            return found
+        raise ValueError(f"data.truncation at sft.max_length={self.sft.max_length} leaves nothing of an answer")
 
 
 def _opened(cell: Any) -> Any:

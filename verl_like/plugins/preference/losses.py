@@ -7,8 +7,8 @@ log-probs by token as its authors confirmed to TRL, KTO 2402.01306, ORPO 2403.07
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -25,7 +25,8 @@ _CERTAIN = 1e-9  # -log p that float32 rounds to 0; the odds of certainty are in
 class Measured:
     """Statements of a model, and of the reference, on the answers: float64, log-probs summed over an answer's tokens.
 
-    A reward model gives `policy_IS` its rewards.
+    A reward model gives `policy_IS` its rewards. imitated_I2: of the good answers, with their prompts where these are
+    measured too, the log-prob and the number of tokens.
     """
 
     policy_IS: Tensor
@@ -34,6 +35,7 @@ class Measured:
     good_IS: Tensor  # bool
     unrelated_IS: Tensor  # bool
     margin_I: Tensor
+    imitated_I2: Tensor
 
     @classmethod
     def of(cls, pairs: Pairs, values_T: Tensor) -> Measured:
@@ -47,6 +49,7 @@ class Measured:
             return zeros.index_add(0, where, values).view(num_items, num_slots)
 
         margin_I = torch.zeros(num_items, dtype=torch.float64)
+        good_T = (pairs.response_mask_T & on_rows(pairs.good_B, pairs.response_length_B)).double()
         return cls(
             policy_IS=sums(values_T.double() * mask_T, where_T),
             reference_IS=sums(pairs.reference_B, where_B),
@@ -54,7 +57,17 @@ class Measured:
             good_IS=sums(pairs.good_B.double(), where_B) > 0,
             unrelated_IS=sums(pairs.unrelated_B.double(), where_B) > 0,
             margin_I=margin_I.index_copy(0, pairs.item_B, pairs.margin_B),
+            imitated_I2=torch.stack([sums(each, where_T).sum(1) for each in (values_T.double() * good_T, good_T)], 1),
         )
+
+    @classmethod
+    def joined(cls, parts: Sequence[Measured]) -> Measured:
+        """Put the items of several batches one behind the other."""
+        return cls(**{each.name: torch.cat([getattr(part, each.name) for part in parts]) for each in fields(cls)})
+
+    def of_items(self, chosen_I: Tensor) -> Measured:
+        """Keep some items."""
+        return Measured(**{each.name: getattr(self, each.name)[chosen_I] for each in fields(self)})
 
     @property
     def ratio_IS(self) -> Tensor:
@@ -140,26 +153,25 @@ def imitation(config: PreferenceConfig) -> tuple[float, bool]:
     return (coef, prompt) if coef and config.loss not in ("kto", "reward") else (0.0, False)
 
 
-def loss_of(config: PreferenceConfig, pairs: Pairs, values_T: Tensor) -> tuple[Tensor, dict[str, float]]:
-    """Compute the loss of a batch, which depends on values_T differentiably, and metrics by the end of their names.
-
-    values_T: the model's log-probs of the rows' response tokens, or a reward model's rewards.
-    """
-    m = Measured.of(pairs, values_T)
+def loss_of(config: PreferenceConfig, m: Measured) -> tuple[Tensor, dict[str, float]]:
+    """Compute the loss of a batch, differentiable as `m` is, and metrics by the end of their names."""
     loss, reward_IS = LOSSES[config.loss](config, m)
     found, (coef, _) = _metrics(config, m, reward_IS.detach()), imitation(config)
     if coef:
-        chosen_T = on_rows(pairs.good_B, pairs.response_length_B) & pairs.response_mask_T
-        imitated = -values_T.double()[chosen_T].mean()
+        log_prob, count = m.imitated_I2.sum(0)
+        imitated = -log_prob / count
         loss = loss + coef * imitated
         found["sft_loss"] = float(imitated.detach())
     return loss, {"loss": float(loss.detach()), **found}
 
 
 def carried(config: PreferenceConfig, pairs: Pairs, values_T: Tensor) -> tuple[Pairs, dict[str, float]]:
-    """Put the loss's derivative by each token's value on the rows that are trained; and the metrics of `loss_of`."""
+    """Put the loss's derivative by each token's value on the rows that are trained; and the metrics of `loss_of`.
+
+    values_T: the model's log-probs of the rows' response tokens, or a reward model's rewards.
+    """
     values_T = values_T.detach().clone().requires_grad_()
-    loss, metrics = loss_of(config, pairs, values_T)
+    loss, metrics = loss_of(config, Measured.of(pairs, values_T))
     (slope_T,) = torch.autograd.grad(loss, values_T)
     return pairs.replace(advantages_T=slope_T).select(~pairs.unrelated_B), metrics
 

@@ -19,9 +19,7 @@ from verl_like.batch import Denominators, Experience, Metric, tokens
 from verl_like.config import PPOConfig
 from verl_like.config.roles import trains_rewards
 from verl_like.plugins.sft.experience import columns_of
-from verl_like.plugins.sft.turns import Row
-
-Answer = Sequence[Row]  # one row, or more where a template shows its turns otherwise later
+from verl_like.plugins.sft.turns import Answer, Row
 
 
 class Carried:
@@ -54,7 +52,6 @@ class Item:
     good: Sequence[bool]
     unrelated: Sequence[Answer] = ()
     margin: float = 0.0
-    name: str = ""  # of its validation set or data source
 
     @property
     def all_answers(self) -> list[Answer]:

@@ -15,8 +15,8 @@ from verl_like.config.data import DataConfig
 from verl_like.config.preference import PreferenceConfig
 from verl_like.config.sft import SFTConfig
 from verl_like.plugins.preference.dataset import Items
-from verl_like.plugins.preference.pairs import Answer, Item
-from verl_like.plugins.sft.turns import Row, fitted
+from verl_like.plugins.preference.pairs import Item
+from verl_like.plugins.sft.turns import Answer, Row, fitted
 from verl_like.trainer.recording import read_step, recorded_steps, step_file
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class RolloutPairs(Items):
                     except ValueError as error:
                         raise ValueError(f"{_KEY}: {file}, group {name}: {error}") from error
                     row = rollouts.rows[best[1][0]]
-                    self._items.append(Item(answers=answers, good=(True, False), name=row.data_source))
+                    self._items.append(Item(answers=answers, good=(True, False)))
                     self._rows.append(row)
         logger.info("%s: %d pairs of %d groups", _KEY, len(self._items), num_groups)
         if not self._items:
@@ -73,9 +73,17 @@ class RolloutPairs(Items):
     def own(self, index: int) -> Item:
         return self._items[index]
 
+    def answers(self, index: int) -> Sequence[Answer]:
+        """Answers of a pair, the better one first."""
+        return self._items[index].answers
+
+    def name_of(self, index: int) -> str:
+        """Name of the data source of the row that was answered."""
+        return self._rows[index].data_source
+
     def identity(self) -> dict[str, Any]:
         """Describe the pairs, for checkpoints."""
-        return {"pairs": len(self), "names": [item.name for item in self._items[:1]]}
+        return {"pairs": len(self), "names": [row.data_source for row in self._rows[:1]]}
 
     def num_media(self) -> int:
         """Count the pairs with images or videos."""

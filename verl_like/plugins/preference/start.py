@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from verl_like.config.paths import Files
-from verl_like.plugins.preference.dataset import Items, PreferenceDataset
+from verl_like.plugins.preference.dataset import PreferenceDataset
 from verl_like.plugins.preference.losses import measured
 from verl_like.plugins.preference.rollouts import RolloutPairs
 from verl_like.plugins.sft.start import SFTFacts, assemble
 from verl_like.plugins.sft.start import problems as problems_of_rows
-from verl_like.plugins.sft.turns import Row
 from verl_like.trainer.build import Objective
 from verl_like.trainer.own_code import trainer_class
 
@@ -42,12 +41,6 @@ class PreferenceFacts(SFTFacts):
     def row_options(self) -> dict[str, Any]:
         """Return arguments of the data set beside those of any."""
         return super().row_options() | {"preference": self.config.preference}
-
-    def first_rows(self) -> dict[str, Row]:
-        """Return the answers of the first row, for the log, by what tells them apart."""
-        assert isinstance(self.train, Items)
-        rows = [answer[-1] for answer in self.train.item(0).answers]
-        return dict(zip(("'s chosen answer", "'s rejected answer") if len(rows) == 2 else ("",), rows, strict=True))
 
 
 def problems(facts: PreferenceFacts) -> Iterator[str]:

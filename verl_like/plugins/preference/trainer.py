@@ -17,6 +17,7 @@ from verl_like.batch import Experience
 from verl_like.plugins.preference.dataset import Items
 from verl_like.plugins.preference.losses import Measured, carried, loss_of, referenced
 from verl_like.plugins.preference.pairs import Pairs
+from verl_like.plugins.sft.dataset import batches_of
 from verl_like.plugins.sft.trainer import SFTTrainer
 from verl_like.trainer.start_messages import start_phase
 
@@ -52,10 +53,8 @@ class PreferenceTrainer(SFTTrainer):
             except (SafetensorError, OSError, KeyError) as error:
                 logger.warning("%s is damaged, and made again: %s", file, error)
         with start_phase(f"log-probs of the reference, {len(dataset)} rows"):
-            parts = []
-            for rows, _ in dataset.batches(config.data.train_batch_size):
-                values_T = self.values(rows, method)
-                parts.append(Measured.of(rows, values_T).policy_IS)
+            batches = batches_of(dataset, config.data.train_batch_size)
+            parts = [Measured.of(rows, self.values(rows, method)).policy_IS for rows, _ in batches]
         found = torch.cat(parts).contiguous()
         file.parent.mkdir(parents=True, exist_ok=True)
         save_file({"log_probs": found}, file.with_suffix(".part"))
@@ -81,28 +80,19 @@ class PreferenceTrainer(SFTTrainer):
         """Compute the loss and its metrics over all pairs (val/...), and for each set (val-core/<set>/.../mean@1)."""
         if self.val is None:
             return {}
-        parts, names = list[tuple[Pairs, Tensor]](), list[str]()
+        parts, names = list[Measured](), list[str]()
         with self.clock("testing"):
-            for rows, more in self.val.batches(self.config.data.val_batch_size):
-                parts.append((rows.replace(item_B=rows.item_B + len(names), media=None), self.values(rows)))
-                names += more
-            whole, values_T = Pairs.concat([rows for rows, _ in parts]), torch.cat([values for _, values in parts])
-            found = _named("val", loss_of(self.config.preference, whole, values_T)[1])
+            for rows, more in batches_of(self.val, self.config.data.val_batch_size):
+                parts.append(Measured.of(rows, self.values(rows)))
+                names += more.values()
+            whole = Measured.joined(parts)
+            found = _named("val", loss_of(self.config.preference, whole)[1])
             for name in sorted(set(names)):
-                own = torch.tensor([each == name for each in names])
-                part, of_part_T = _of_items(whole, values_T, own)
-                metrics = loss_of(self.config.preference, part, of_part_T)[1]
+                own = whole.of_items(torch.tensor([each == name for each in names]))
+                metrics = loss_of(self.config.preference, own)[1]
                 found |= {f"val-core/{name}/{key}/mean@1": metrics[key] for key in ("loss", "accuracy")}
         return found
 
 
 def _named(prefix: str, metrics: dict[str, float]) -> dict[str, float]:
     return {f"{prefix}/{name}": value for name, value in metrics.items()}
-
-
-def _of_items(pairs: Pairs, values_T: Tensor, chosen_I: Tensor) -> tuple[Pairs, Tensor]:
-    """Select items, numbered anew, and their values."""
-    kept_B = chosen_I[pairs.item_B]
-    part = pairs.select(kept_B)
-    values_T = values_T[kept_B.repeat_interleave(pairs.response_length_B)]
-    return part.replace(item_B=torch.unique(part.item_B, return_inverse=True)[1]), values_T

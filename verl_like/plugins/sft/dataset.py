@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from verl_like.data.reading import to_messages, tools_of
 from verl_like.models.vision import VisionProcessor
 from verl_like.plugins.sft.experience import experience_of
 from verl_like.plugins.sft.row_report import RowReport
-from verl_like.plugins.sft.turns import Row, Task, Tools, as_rendered, attempt, encoded, fitted, placed
+from verl_like.plugins.sft.turns import Answer, Row, Task, Tools, as_rendered, attempt, encoded, fitted, placed
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +40,6 @@ class SFTDataset(PromptDataset):
     (data.custom_cls) may override `messages`.
     """
 
-    encoding: Callable[..., list[Any]] = staticmethod(encoded)  # of many `_task`s, in processes
-
     def __init__(
         self,
         data: DataConfig,
@@ -54,7 +52,7 @@ class SFTDataset(PromptDataset):
         vision: VisionProcessor | None = None,
         more: Collection[str] = (),
     ) -> None:
-        self.sft, self._rows, self._size = sft, dict[int, list[Row]](), 0
+        self.sft, self._answers, self._size = sft, dict[int, list[Answer]](), 0
         named = (sft.response_key, sft.mask_key, sft.enable_thinking_key, _TOOLS)
         columns = {*more, *(name for name in named if name is not None)}
         super().__init__(data, files, tokenizer, split=split, seed=seed, vision=vision, columns=columns)
@@ -82,33 +80,40 @@ class SFTDataset(PromptDataset):
         return [*messages, *([{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer)]
 
     def __getitem__(self, index: int) -> tuple[list[int], PromptRow]:
-        """Tokens of the last row of a conversation, and the conversation."""
-        rows = self.rows(index)
-        return rows[-1].ids.tolist() if rows else [], self.row(int(self._kept[index]))
+        """Tokens of the last row of the first answer, and the row of the data."""
+        answer = self.answers(index)[0]
+        return answer[-1].ids.tolist() if answer else [], self.row(int(self._kept[index]))
 
-    def rows(self, index: int) -> list[Row]:
-        """Rows of a conversation, cut to sft.max_length. Raises ValueError, which names its place in the files."""
+    def answers(self, index: int) -> list[Answer]:
+        """Rows of a conversation, cut to sft.max_length, by answer: here there is one.
+
+        Raises ValueError, which names its place in the files.
+        """
         position = int(self._kept[index])
-        if position not in self._rows:
-            found = encoded(self.encoder, [attempt(self._task, position)])[0]
+        if position not in self._answers:
+            found = encoded(self.encoder, [attempt(self._tasks, position)])[0]
             try:
-                return self._remember(position, self._whole(position, found))
+                self._remember(position, self._cut(self._whole(position, found)))
             except ValueError as error:
                 place = self._place(position)
                 raise ValueError(f"{place}: {str(error).removeprefix(f'{place}: ')}") from error
-        return self._rows[position]
+        return self._answers[position]
+
+    def rows(self, index: int) -> list[Row]:
+        """Rows of all answers; see `answers`."""
+        return [row for answer in self.answers(index) for row in answer]
 
     def batch(self, indices: Sequence[int], numbers: Sequence[int]) -> Experience:
         """Make a batch of conversations, with a number for each that is unique in the run."""
         return experience_of([self.rows(index) for index in indices], numbers)
 
-    def _task(self, position: int) -> Task:
-        """Read what is to be encoded of a row, and what of it is trained (ValueError)."""
+    def _tasks(self, position: int) -> list[Task]:
+        """Read what is to be encoded of a row for each answer, and what of it is trained (ValueError)."""
         row, cells = self.row(position), self._cells(position)
         mask = cells.get(self.sft.mask_key or "")
         if self.sft.mask_key is not None and mask is None:
             raise ValueError(f"sft.mask_key={self.sft.mask_key}: the row has no mask")
-        return self._as_task(row.messages, row.tools, trained_turns(row.messages, mask), cells)
+        return [self._as_task(row.messages, row.tools, trained_turns(row.messages, mask), cells)]
 
     def _as_task(self, messages: Messages, tools: Tools, turns: list[int], cells: dict[str, Any]) -> Task:
         """Make a task of a conversation, with the template's variables of its row."""
@@ -118,38 +123,32 @@ class SFTDataset(PromptDataset):
         messages = [{k: v for k, v in message.items() if k != "train"} for message in messages]
         return Task(messages, tools, turns, {} if thinks is None else {"enable_thinking": bool(thinks)})
 
-    def _whole(self, position: int, found: list[Row] | str) -> list[Row]:
-        """Rows of a conversation, with its images. Raises ValueError where it could not be encoded."""
+    def _whole(self, position: int, found: list[Answer] | str) -> list[Answer]:
+        """Answers before they are cut, with their images. Raises ValueError where they could not be encoded."""
         if isinstance(found, str):
             raise ValueError(found)
         if self._vision is None or not self._has_media(position):
             return found
         media = self.row(position).media
-        return [placed(each, media, self._vision, self.data.max_image_megapixels) for each in found]
+        size = self.data.max_image_megapixels
+        return [[placed(row, media, self._vision, size) for row in answer] for answer in found]
 
-    def _remember(self, position: int, whole: list[Row]) -> list[Row]:
-        """Cut the rows of a conversation, and keep them for the next time they are asked for, instead of the oldest."""
-        self._size -= _size(self._rows.pop(position, []))
-        rows = self._rows[position] = [self._fitted(row) for row in whole]
-        self._size += _size(rows)
-        while self._size > _KEPT:
-            self._size -= _size(self._rows.pop(next(iter(self._rows))))
-        return rows
+    def _cut(self, answers: list[Answer]) -> list[Answer]:
+        """Cut answers to sft.max_length; data.truncation=error raises ValueError for a longer one."""
+        longest, how = self.sft.max_length, self.data.truncation
+        return [[fitted(row, longest, how) for row in answer] for answer in answers]
 
-    def _fitted(self, row: Row) -> Row:
-        return fitted(row, self.sft.max_length, self.data.truncation)
+    def _remember(self, position: int, answers: list[Answer]) -> None:
+        """Keep answers for the next time they are asked for, instead of the oldest; the newest always."""
+        self._size += _size(answers) - _size(self._answers.pop(position, []))
+        self._answers[position] = answers
+        while self._size > _KEPT and len(self._answers) > 1:
+            self._size -= _size(self._answers.pop(next(iter(self._answers))))
 
-    def batches(self, size: int | None) -> Iterator[tuple[Experience, list[str]]]:
-        """Yield all rows, each batch with the names of the validation sets or data sources of its rows.
-
-        size: conversations of a batch; None: all at once.
-        """
-        for start in range(0, len(self), size or len(self)):
-            numbers = range(start, min(len(self), start + (size or len(self))))
-            batch = self.batch(numbers, numbers)
-            if len(batch):
-                rows = {number: self.row(int(self._kept[number])) for number in numbers}
-                yield batch, [rows[n].validation_set or rows[n].data_source for n in batch.group_B.tolist()]
+    def name_of(self, index: int) -> str:
+        """Name of the validation set of a row, or its data source."""
+        row = self.row(int(self._kept[index]))
+        return row.validation_set or row.data_source
 
     def _tools(self, row: dict[str, Any], place: str) -> list[dict[str, Any]] | None:
         if self.data.tools_key is None and row.get(_TOOLS) is not None:
@@ -161,7 +160,7 @@ class SFTDataset(PromptDataset):
         return self.files[number].rows.row(offset)
 
     def _conversation(self, position: int) -> tuple[Conversation, str]:
-        return as_rendered(self.encoder, self._task(position)), self._place(position)
+        return as_rendered(self.encoder, self._tasks(position)[0]), self._place(position)
 
     def _drop_overlong(self, positions: np.ndarray) -> np.ndarray:
         return positions  # `check_rows` does, by sft.max_length
@@ -180,12 +179,13 @@ class SFTDataset(PromptDataset):
         for position, found in self._all_rows():
             place = self._place(position)
             try:
-                rows = self._whole(position, found)
-                kept.append(report.keeps(place, rows, self._fitted))
-                if kept[-1]:
-                    self._remember(position, rows)
+                answers = report.kept(place, self._whole(position, found), self._cut)
+                kept.append(answers is not None)
+                if answers is not None:
+                    self._remember(position, answers)
             except ValueError as error:
-                kept.append(report.refuse(place, error))
+                report.refuse(place, error)
+                kept.append(False)
         report.tell()
         self._kept = self._kept[np.array(kept)]
         self._survey()
@@ -198,15 +198,22 @@ class SFTDataset(PromptDataset):
             what = "data.%s_files: all %d rows are encoded first (data.filter_overlong_prompts_workers=%d)"
             logger.info(what, self.split, len(positions), workers)
         chunks = [positions[i : i + CHUNK] for i in range(0, len(positions), CHUNK)]
-        tasks = ([attempt(self._task, position) for position in chunk] for chunk in chunks)
-        done = in_processes(partial(self.encoding, self.encoder), tasks, num_workers=min(workers, len(chunks)))
+        tasks = ([attempt(self._tasks, position) for position in chunk] for chunk in chunks)
+        done = in_processes(partial(encoded, self.encoder), tasks, num_workers=min(workers, len(chunks)))
         for chunk, found in zip(chunks, done, strict=True):
             yield from zip(chunk, found, strict=True)
 
 
-def _size(rows: Sequence[Row]) -> int:
-    """Room in `_KEPT` that the rows of a conversation take."""
-    return sum(len(row.ids) + 64 + _IMAGES * bool(row.media) for row in rows)
+def _size(answers: Sequence[Answer]) -> int:
+    """Room in `_KEPT` that answers take."""
+    return sum(len(row.ids) + 64 + _IMAGES * bool(row.media) for answer in answers for row in answer)
+
+
+def batches_of(dataset: Any, size: int | None) -> Iterator[tuple[Any, dict[int, str]]]:
+    """Yield all rows of a data set in batches of `size` (None: one), with their `name_of` by number."""
+    for start in range(0, len(dataset), size or len(dataset)):
+        numbers = range(start, min(len(dataset), start + (size or len(dataset))))
+        yield dataset.batch(numbers, numbers), {number: dataset.name_of(number) for number in numbers}
 
 
 def trained_turns(messages: Messages, mask: Any) -> list[int]:

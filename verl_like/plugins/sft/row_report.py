@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from collections import Counter
@@ -11,9 +12,10 @@ import numpy as np
 
 from verl_like.config import DataConfig
 from verl_like.config.errors import ConfigError
-from verl_like.plugins.sft.turns import Row
+from verl_like.plugins.sft.turns import Answer, Row
 
 logger = logging.getLogger(__name__)
+Answers = list[Answer]
 Kinds = dict[str, tuple[str, list[str]]]  # by kind: the text of the first, and the places of all
 
 _NAMED, _TOLD = 3, 5  # rows that are named of each kind, and kinds that are told
@@ -27,24 +29,29 @@ class RowReport:
         self._faults, self._left_out, self._silent = Kinds(), Kinds(), list[str]()
         self._sums, self._longest = Counter[str](), 0
 
-    def refuse(self, place: str, error: ValueError) -> bool:
-        """Take note of a row that cannot be used. Returns False: it is not kept."""
-        return _note(self._faults, place, str(error).removeprefix(f"{place}: "))
+    def refuse(self, place: str, error: ValueError) -> None:
+        """Take note of a row that cannot be used."""
+        _note(self._faults, place, str(error).removeprefix(f"{place}: "))
 
-    def keeps(self, place: str, rows: Sequence[Row], cut: Callable[[Row], Row]) -> bool:
-        """Count what is trained of a conversation, before and after `cut`. False where that is nothing."""
-        longest = max((len(row.ids) for row in rows), default=0)
+    def kept(self, place: str, whole: Answers, cut: Callable[[Answers], Answers]) -> Answers | None:
+        """Count what is trained of a row's answers, before and after `cut`, and return them; None: of no use."""
+        longest = max((len(row.ids) for answer in whole for row in answer), default=0)
         self._longest = max(self._longest, longest)
         if self._data.filter_overlong_prompts and longest > self._limit:
-            return _note(self._left_out, place, f"longer than sft.max_length={self._limit}")
-        short = [cut(row) for row in rows]
-        had, has = (sum(int(row.trained[1:].sum()) for row in each) for each in (rows, short))
+            _note(self._left_out, place, f"longer than sft.max_length={self._limit}")
+            return None
+        answers = cut(whole)
+        short = [*itertools.chain(*answers)]
+        had, has = (sum(int(row.trained[1:].sum()) for row in each) for each in (itertools.chain(*whole), short))
         tokens = sum(len(row.ids) for row in short) if has else 0
         self._sums.update(kept=has > 0, tokens=tokens, trained=has, cut=had - has)
         if any(_is_silent(row, self._ends) for row in short):
             self._silent.append(place)
         lost = f"data.truncation={self._data.truncation} at sft.max_length={self._limit} cuts the answers off"
-        return has > 0 or _note(self._left_out, place, lost if had else "no assistant's message is trained")
+        if has:
+            return answers
+        _note(self._left_out, place, lost if had else "no assistant's message is trained")
+        return None
 
     def tell(self) -> None:
         """Log the counts. Raises ConfigError for rows that cannot be used, and where none is left."""
@@ -80,9 +87,8 @@ def _is_silent(row: Row, ends: Sequence[int]) -> bool:
     return any(trained.all() and np.isin(ids, ends).all() for ids, trained in runs)
 
 
-def _note(kinds: Kinds, place: str, text: str) -> bool:
+def _note(kinds: Kinds, place: str, text: str) -> None:
     kinds.setdefault(re.sub(r"\d+", "", text)[:40], (text, []))[1].append(place)
-    return False
 
 
 def _named(places: Sequence[str]) -> str:

@@ -57,8 +57,9 @@ class SFTFacts(Facts):
         return {"sft": self.config.sft, "seed": self.config.trainer.seed, "vision": self.vision}
 
     def first_rows(self) -> dict[str, Row]:
-        """Return rows of the first conversation, for the log, by what tells them apart."""
-        return {"": self.train.rows(0)[-1]}  # pyright: ignore[reportAttributeAccessIssue]
+        """Return the last row of each answer of the first row of the data, for the log, by what tells them apart."""
+        rows = [answer[-1] for answer in self.train.answers(0)]  # pyright: ignore[reportAttributeAccessIssue]
+        return dict(zip(("'s chosen answer", "'s rejected answer") if len(rows) == 2 else ("",), rows, strict=True))
 
     def _dataset(self, split: str, files: Files) -> SFTDataset | None:
         if split == "val" and not files:

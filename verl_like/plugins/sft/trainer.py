@@ -10,7 +10,7 @@ import torch
 
 from verl_like.batch import Experience
 from verl_like.flat_columns import row_sums
-from verl_like.plugins.sft.dataset import Batches
+from verl_like.plugins.sft.dataset import Batches, batches_of
 from verl_like.trainer.loop import Loop, prefixed
 from verl_like.trainer.roles import UpdateRules
 
@@ -71,12 +71,13 @@ class SFTTrainer(Loop):
             return {}
         sums: dict[str, torch.Tensor] = {}
         with self.clock("testing"):
-            for rows, names in self.val.batches(self.config.data.val_batch_size):
+            for rows, names in batches_of(self.val, self.config.data.val_batch_size):
                 log_probs_T = self.actor.evaluate("log_probs", rows).old_log_probs_T
                 assert log_probs_T is not None
                 columns = (-log_probs_T.double() * rows.response_mask_T, rows.response_mask_T.double())
                 totals_B2 = torch.stack([row_sums(column_T, rows.response_length_B) for column_T in columns], 1)
-                for name, total_2 in zip(names, totals_B2, strict=True):
+                for number, total_2 in zip(rows.group_B.tolist(), totals_B2, strict=True):
+                    name = names[number]
                     sums[name] = sums.get(name, torch.zeros(2)) + total_2
         means = {f"val-core/{name}/loss/mean@1": total for name, total in sums.items()}
         means["val/loss"] = torch.stack([*sums.values()]).sum(0)

@@ -44,6 +44,9 @@ class Row:
         return replace(self, ids=self.ids[part], trained=self.trained[part])
 
 
+Answer = Sequence[Row]  # one row, or more where a template shows its turns otherwise later
+
+
 class Task(NamedTuple):
     """A conversation to encode.
 
@@ -77,12 +80,17 @@ def attempt(work: Callable[[Any], T], given: Any) -> T | str:
         return str(error)
 
 
-def encoded(encoder: PromptEncoder, tasks: Iterable[Task | str]) -> list[list[Row] | str]:
-    """Encode conversations: the rows of each, none where nothing is trained; what is wrong with it is passed on."""
-    return [task if isinstance(task, str) else attempt(partial(_encoded, encoder), task) for task in tasks]
+def encoded(encoder: PromptEncoder, rows: Iterable[list[Task] | str]) -> list[list[Answer] | str]:
+    """Encode the answers of each row of the data; what is wrong with a row is passed on."""
+
+    def answers(tasks: list[Task]) -> list[Answer]:
+        return [_encoded(encoder, task) for task in tasks]
+
+    return [tasks if isinstance(tasks, str) else attempt(answers, tasks) for tasks in rows]
 
 
-def _encoded(encoder: PromptEncoder, task: Task) -> list[Row]:
+def _encoded(encoder: PromptEncoder, task: Task) -> Answer:
+    """Rows of one answer, none where nothing of it is trained."""
     if encoder.has_template and (wrong := list(wrong_messages(encoder, task.messages))):
         raise ValueError("; ".join(wrong))
     own = copy.copy(encoder)

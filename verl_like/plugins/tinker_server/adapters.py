@@ -13,7 +13,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from transformers import PreTrainedModel
 from verl_like.models.adapter_config import CONFIG, WEIGHTS
 from verl_like.models.lora import peft_name
 from verl_like.models.lora_experts import stacks_of
+from verl_like.plugins.tinker_server.bodies import AdapterSpec
 
 OPTIMIZER, SPEC = "optimizer.safetensors", "spec.json"  # beside the two files of the peft library
 _MLP = frozenset(
@@ -36,17 +36,6 @@ _MLP = frozenset(
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # of torch's AdamW
 Runs = list[tuple[int, int, int]]  # number of an adapter, first row and the row behind the last
 _UNCALLED = "dt_proj"  # of Mamba: its mixer multiplies by the matrix itself
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterSpec:
-    """Rank and targets that a client asks for. seed: of the first values."""
-
-    rank: int
-    seed: int
-    train_attn: bool = True
-    train_mlp: bool = True
-    train_unembed: bool = True
 
 
 class Places:
@@ -213,25 +202,29 @@ def _change(adapter: Adapter | None, name: str, inputs: Tensor, output: Tensor) 
 class Adapter:
     """Pairs (A [rank, in], B [out, rank]) by layer, float32, with the state of their optimizer.
 
-    gradients: sums over the passes since the last step, by parameter; None before the first.
+    flat: one tensor that all of them are views of, in the order of `parameters`; the optimizer sees it alone.
+    gradient: of flat, a sum over the passes since the last step; None before the first.
     """
 
     def __init__(self, spec: AdapterSpec, alpha: float, pairs: dict[str, tuple[Tensor, Tensor]], trained: bool) -> None:
         self.spec, self.alpha, self.scale = spec, alpha, alpha / spec.rank
-        self.pairs = {
-            name: (a.requires_grad_(trained), b.requires_grad_(trained)) for name, (a, b) in sorted(pairs.items())
-        }
-        self.gradients: list[Tensor] | None = None
+        parts = [part for _, pair in sorted(pairs.items()) for part in pair]
+        self.flat = torch.cat([part.flatten() for part in parts])
+        pieces = zip(self.flat.split([part.numel() for part in parts]), parts, strict=True)
+        views = (piece.view_as(part).requires_grad_(trained) for piece, part in pieces)
+        self.pairs = {name: (next(views), next(views)) for name in sorted(pairs)}
+        self.gradient: Tensor | None = None
         self._written: Path | None = None  # folder that has these weights
         self.optimizer = None
         if trained:
-            self.optimizer = torch.optim.AdamW(self.parameters(), lr=0.0, foreach=True)
-            for p in self.parameters():  # as its first step would make them
-                self.optimizer.state[p] = {"step": torch.tensor(0.0), **{m: torch.zeros_like(p) for m in _MOMENTS}}
+            self.optimizer = torch.optim.AdamW([self.flat], lr=0.0)
+            moments = {name: torch.zeros_like(self.flat) for name in _MOMENTS}
+            self.optimizer.state[self.flat] = {"step": torch.tensor(0.0), **moments}  # as its first step would make it
 
     @classmethod
     def new(cls, spec: AdapterSpec, alpha: float, places: Places, device: torch.device) -> Adapter:
         """First values as in peft: A uniform, B zero, so that training starts from the base model."""
+        assert spec.seed is not None  # the service has chosen one
         generator, pairs = torch.Generator().manual_seed(spec.seed), dict[str, tuple[Tensor, Tensor]]()
         for name in places.targets(spec):
             out, inner = places.sizes[name]
@@ -250,8 +243,8 @@ class Adapter:
 
     def take_gradients(self) -> None:
         """Add the gradients of a whole pass to those before it."""
-        new = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.parameters()]
-        self.gradients = new if self.gradients is None else [*torch._foreach_add(self.gradients, new)]
+        new = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in self.parameters()])
+        self.gradient = new if self.gradient is None else self.gradient.add_(new)
         self.drop_pass()
 
     def is_finite(self) -> bool:
@@ -268,24 +261,20 @@ class Adapter:
     def step(self, params: dict[str, float]) -> dict[str, float]:
         """Take one step of AdamW with these numbers, clip first where grad_clip_norm is set, and begin a new sum."""
         assert self.optimizer is not None
-        parameters = self.parameters()
-        gradients = self.gradients or [torch.zeros_like(p) for p in parameters]
-        norm = float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
+        gradient, self.gradient = self.gradient, None
+        gradient = torch.zeros_like(self.flat) if gradient is None else gradient
+        norm = float(torch.linalg.vector_norm(gradient))
         if not math.isfinite(norm):
-            self.gradients = None
             raise ValueError(f"the gradient's norm is {norm}: no weight was changed, and the gradient was dropped")
         most = params["grad_clip_norm"]
         if 0 < most < norm:
-            gradients = torch._foreach_mul(gradients, most / norm)
+            gradient.mul_(most / norm)
         betas = (params["beta1"], params["beta2"])
         numbers = {"lr": params["learning_rate"], "betas": betas, "eps": params["eps"]}
         self.optimizer.param_groups[0] |= numbers | {"weight_decay": params["weight_decay"]}
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
-        self._written = None
+        self._written, self.flat.grad = None, gradient
         self.optimizer.step()
-        self.drop_pass()
-        self.gradients = None
+        self.flat.grad = None
         return {"grad_norm:mean": norm}
 
     def save(self, folder: Path, base: str, *, optimizer: bool) -> None:
@@ -306,13 +295,11 @@ class Adapter:
             save_file(named, partial / WEIGHTS, {"format": "pt"})
         config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "lora_dropout": 0.0}
         config |= {"r": self.spec.rank, "lora_alpha": self.alpha, "target_modules": list(self.pairs), "bias": "none"}
-        (partial / SPEC).write_text(json.dumps(asdict(self.spec)) + "\n", encoding="utf-8")
+        (partial / SPEC).write_text(self.spec.model_dump_json() + "\n", encoding="utf-8")
         (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if optimizer and self.optimizer is not None:
-            each = [*self.optimizer.state.values()]
-            states = {m: torch.cat([state[m].flatten() for state in each]).cpu() for m in _MOMENTS}
-            # three tensors: hundreds take longer than the disk
-            save_file(states | {"step": each[0]["step"].clone()}, partial / OPTIMIZER, {"format": "pt"})
+            states = {name: state.cpu() for name, state in self.optimizer.state[self.flat].items()}
+            save_file(states, partial / OPTIMIZER, {"format": "pt"})
         for file in partial.iterdir():
             with open(file, "rb") as opened:
                 os.fsync(opened.fileno())
@@ -330,7 +317,7 @@ class Adapter:
     def load(cls, folder: Path, device: torch.device, *, optimizer: bool, trained: bool = True) -> Adapter:
         """Read what `save` wrote. Raises ValueError without optimizer states where they are asked for."""
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        spec = AdapterSpec(**json.loads((folder / SPEC).read_text(encoding="utf-8")))
+        spec = AdapterSpec.model_validate_json((folder / SPEC).read_bytes())
         stored = load_file(folder / WEIGHTS)
         pairs = {
             name: tuple(stored[peft_name(f"{name}.lora_{part}.weight")].to(device) for part in "AB")
@@ -341,15 +328,9 @@ class Adapter:
             if not (folder / OPTIMIZER).exists():
                 raise ValueError("this checkpoint holds no optimizer state; load it with optimizer=False")
             assert adapter.optimizer is not None
-            states, each = load_file(folder / OPTIMIZER), [*adapter.optimizer.state.values()]
-            if states and states.keys() != {*_MOMENTS, "step"}:
+            states, own = load_file(folder / OPTIMIZER), adapter.optimizer.state[adapter.flat]
+            if not states.keys() <= own.keys():
                 raise ValueError("this optimizer state was written by an earlier server; load it with optimizer=False")
-            if not states:  # a server before this one wrote none of an adapter without a step
-                return adapter
-            for moment in _MOMENTS:
-                parts = states[moment].to(device).split([state[moment].numel() for state in each])
-                for state, part in zip(each, parts, strict=True):
-                    state[moment].copy_(part.view_as(state[moment]))
-            for state in each:
-                state["step"].copy_(states["step"])
+            for name, state in states.items():  # a server before this one wrote none of an adapter without a step
+                own[name].copy_(state)
         return adapter

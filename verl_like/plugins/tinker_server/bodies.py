@@ -43,7 +43,9 @@ class CreateSession(Body):
     display_name: str | None = Field(None, max_length=1000)
 
 
-class Lora(Body):
+class AdapterSpec(Body):
+    """Rank and targets of an adapter. seed: of the first values; None: the server chooses it."""
+
     rank: int = Field(ge=1)
     seed: int | None = Field(None, ge=0, lt=2**62)
     train_unembed: bool = True
@@ -64,7 +66,7 @@ class Create(Body):
 
 
 class CreateModel(Create):
-    lora_config: Lora | None = None
+    lora_config: AdapterSpec | None = None
 
 
 class Adam(Body):

@@ -7,7 +7,7 @@ import time
 from datetime import UTC, datetime
 
 from verl_like.plugins.tinker_server import bodies
-from verl_like.plugins.tinker_server.bodies import Refused
+from verl_like.plugins.tinker_server.bodies import AdapterSpec, Refused
 from verl_like.plugins.tinker_server.prompts import Limits
 from verl_like.plugins.tinker_server.store import Record, Store
 
@@ -26,9 +26,9 @@ class Catalogue:
             raise Refused(f"there is no {what} {name!r}", 404)
         return found
 
-    def spec(self, model: str) -> Record:
+    def spec(self, model: str) -> AdapterSpec:
         """Rank, seed and targets of a model's adapter."""
-        return json.loads(self.store.value("SELECT spec FROM models WHERE id = ?", model))
+        return AdapterSpec.model_validate_json(self.store.value("SELECT spec FROM models WHERE id = ?", model))
 
     def checkpoint(self, tenant: str, path: str) -> Record:
         """A checkpoint of this tenant, by its path."""
@@ -40,8 +40,8 @@ class Catalogue:
     def weights_info(self, tenant: str, path: str) -> Record:
         found = self.checkpoint(tenant, path)
         spec = self.spec(found["model"])
-        targets = {name: spec[name] for name in ("train_attn", "train_mlp", "train_unembed")}
-        return {"base_model": self.limits.model, "is_lora": True, "lora_rank": spec["rank"], **targets}
+        targets = spec.model_dump(include={"train_attn", "train_mlp", "train_unembed"})
+        return {"base_model": self.limits.model, "is_lora": True, "lora_rank": spec.rank, **targets}
 
     def delete_checkpoint(self, tenant: str, path: str) -> None:
         self.store.remove_checkpoint(self.checkpoint(tenant, path)["path"])

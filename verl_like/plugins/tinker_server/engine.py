@@ -28,22 +28,23 @@ from verl_like.config.micro_batches import MicroBatchRule
 from verl_like.config.roles import ACTOR, every_role
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.engine.microbatch import Objective
+from verl_like.engine.train_engine import CHOSEN
 from verl_like.flat_columns import on_rows
 from verl_like.models import blocks
 from verl_like.models.heads import TOP_IDS, TOP_LOG_PROBS, PolicyModel
 from verl_like.models.loading import load_hf_config
 from verl_like.models.packing import ModelInput
 from verl_like.parallel.dist import init_distributed, shutdown_distributed
-from verl_like.plugins.tinker_server.adapters import Adapter, AdapterSpec, Places
+from verl_like.plugins.tinker_server.adapters import Adapter, Places
+from verl_like.plugins.tinker_server.bodies import AdapterSpec
 from verl_like.plugins.tinker_server.losses import HIGH, LOSSES, LOW
 from verl_like.plugins.tinker_server.samplers import MOST_SNAPSHOTS, SAMPLERS
 from verl_like.rollout.base import EngineSpec
 from verl_like.rollout.build import rollout_dtype
 from verl_like.rollout.rollout_engine import GenerationRequest, SamplingParams, request_seed
 
-_CHOSEN = "chosen_log_probs"
 _COLUMNS = ("weights", "logprobs", "advantages", LOW, HIGH)
-_LIKELIEST = ("log_probs", TOP_IDS, TOP_LOG_PROBS)
+_READ = (CHOSEN, TOP_IDS, TOP_LOG_PROBS)
 _ONE = Denominators(num_tokens=1, num_sequences=1, max_response_length=1)  # losses are sums
 _NOT_FINITE = "a number of a pass that several models share is not finite"
 Columns = Mapping[str, NDArray[Any]]
@@ -119,7 +120,7 @@ class _Recorded:
     It also keeps the log-probs that it saw, by place of the row, and the losses by request.
     """
 
-    wants = frozenset({_CHOSEN})
+    wants = frozenset({CHOSEN})
 
     def __init__(self, asked: Sequence[Work]) -> None:
         self._asked = asked
@@ -146,7 +147,7 @@ class _Recorded:
     ) -> tuple[Tensor, dict[str, Metric]]:
         """Sum the loss over the tokens of a micro-batch."""
         assert isinstance(experience, _Pass)
-        p_bRK = outputs[_CHOSEN]
+        p_bRK = outputs[CHOSEN]
         for place, length, p_RK in zip(
             experience.place_B.tolist(), experience.response_length_B.tolist(), p_bRK.detach().cpu(), strict=True
         ):
@@ -357,7 +358,7 @@ class Engines:
     def drop_gradient(self, model: str) -> None:
         """Drop what passes have added up since the last step."""
         if model in self.models:
-            self.models[model].gradients = None
+            self.models[model].gradient = None
 
     # --- sampling ----------------------------------------------------------------------------------------------------
 
@@ -406,45 +407,37 @@ class Engines:
 
     def _scored(self, prompt: Prompt, samples: list[Any], adapter: Adapter | None) -> Answer:
         """Score the prompt, and likeliest ids, with the training engine: the numbers that a training pass would see."""
-        length = len(prompt.ids)
         if not (prompt.scored or prompt.topk or prompt.topk_sampled or prompt.targets is not None):
             return Answer(samples=samples)
-        first, unscored = length - prompt.last if prompt.last else 1, self._train.image_places(prompt.media)
+        ids, wanted, media = np.asarray(prompt.ids, np.int32), prompt.targets, prompt.media
+        first, unscored = len(ids) - prompt.last if prompt.last else 1, self._train.image_places(media)
         log_probs = topk = targets = sampled = None
         with self._train.adapted([adapter], prompt.seed) as model:
-            if prompt.scored or prompt.topk:
-                row = np.asarray([*prompt.ids, 0], np.int32)  # and any token, so that a prompt of one is a row too
-                own, ids, values = (part[:-1] for part in self._likeliest(model, [row], prompt.media, prompt.topk)[0])
-                log_probs = _behind(own, first, unscored, np.nan) if prompt.scored else None
+            if prompt.scored or prompt.topk or wanted is not None:
+                behind = np.append(ids[1:], 0)[:, None]  # and any token, so that a prompt of one is a row too
+                if wanted is not None:
+                    behind = np.concatenate([behind, np.pad(wanted.clip(min=0), ((0, 1), (0, 0)))], 1)
+                row = Row(ids=ids, targets=behind.astype(np.int32), media=media)
+                own, best, values = (part[:-1] for part in self._read(model, [row], prompt.topk)[0])
+                log_probs = _behind(own[:, 0], first, unscored, np.nan) if prompt.scored else None
                 if prompt.topk:
-                    topk = _behind(ids, first, unscored, 0), _behind(values, first, unscored, -99999.0)
+                    topk = _behind(best, first, unscored, 0), _behind(values, first, unscored, -99999.0)
+                targets = None if wanted is None else np.where(wanted >= 0, own[:, 1:], np.float32(0))
             if prompt.topk_sampled:
-                whole = [np.concatenate([np.asarray(prompt.ids, np.int32), sample[0]]) for sample in samples]
-                found = self._likeliest(model, whole, prompt.media, prompt.topk_sampled)
-                sampled = [(ids[length - 1 :], values[length - 1 :]) for _, ids, values in found]
-            if prompt.targets is not None:
-                wanted = prompt.targets
-                ids, chosen = np.asarray(prompt.ids[:-1], np.int32), wanted.clip(min=0).astype(np.int32)
-                row = Row(ids=ids, targets=chosen, media=prompt.media)
-                found = self._train.forward(_batch([row]), want=frozenset({_CHOSEN}), rule=self._train.rule)
-                targets = np.where(wanted >= 0, found[_CHOSEN].numpy(), np.float32(0)).astype(np.float32)
+                texts = [np.concatenate([ids, sample[0]]) for sample in samples]
+                rows = [Row(ids=text[:-1], targets=text[1:, None], media=media) for text in texts]
+                found = self._read(model, rows, prompt.topk_sampled)
+                sampled = [(best[len(ids) - 1 :], values[len(ids) - 1 :]) for _, best, values in found]
         return Answer(samples=samples, log_probs=log_probs, topk=topk, topk_sampled=sampled, targets=targets)
 
-    def _likeliest(
-        self, model: PolicyModel, texts: Sequence[NDArray[np.int32]], media: tuple[MediaHandle, ...], k: int
+    def _read(
+        self, model: PolicyModel, rows: Sequence[Row], k: int
     ) -> list[tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.float32]]]:
-        """Compute, of tokens 1.. of each text, the log-prob [T - 1], and the k likeliest ids with theirs [T - 1, k].
-
-        media: images of all texts.
-        """
-        rows = [Row(ids=text[:-1], targets=text[1:, None], media=media) for text in texts]
+        """Compute of each row the log-probs of its targets [T, K], and the k likeliest ids with theirs [T, k]."""
         model.top_k = k
-        found = self._train.forward(
-            _batch(rows), want=frozenset(_LIKELIEST if k else _LIKELIEST[:1]), rule=self._train.rule
-        )
+        found = self._train.forward(_batch(rows), want=frozenset(_READ if k else _READ[:1]), rule=self._train.rule)
         lengths = [len(row.ids) for row in rows]
-        none = torch.zeros(sum(lengths), 0)
-        columns = [found.get(name, none.int() if name == TOP_IDS else none).split(lengths) for name in _LIKELIEST]
+        columns = [found.get(name, torch.zeros(sum(lengths), 0)).split(lengths) for name in _READ]
         return [tuple(part.numpy() for part in parts) for parts in zip(*columns, strict=True)]
 
 

@@ -14,14 +14,12 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from verl_like.plugins.tinker_server import bodies, wire
-from verl_like.plugins.tinker_server.adapters import AdapterSpec
-from verl_like.plugins.tinker_server.bodies import Refused
+from verl_like.plugins.tinker_server.bodies import AdapterSpec, Refused
 from verl_like.plugins.tinker_server.catalogue import Catalogue
 from verl_like.plugins.tinker_server.engine import Engines, Prompt, Work
 from verl_like.plugins.tinker_server.fair import ONE_OF_A_MODEL, FairQueue, Job, Residents
@@ -161,7 +159,7 @@ class Service:
         if lora.rank > self.limits.serve.max_lora_rank:
             raise Refused(f"lora_config.rank={lora.rank}: this server gives {self.limits.serve.max_lora_rank} at most")
         seed = request_seed(self.limits.seed, "adapter", asked.model_seq_id) if lora.seed is None else lora.seed
-        spec = AdapterSpec(**{**lora.model_dump(), "seed": seed})
+        spec = lora.model_copy(update={"seed": seed})
         try:
             self.engines.check(spec)
         except ValueError as error:
@@ -173,14 +171,13 @@ class Service:
         asked = bodies.read(bodies.CreateByLoad, body)
         self._may_begin(tenant, asked)
         found = self.catalogue.checkpoint(tenant, asked.path)
-        spec = AdapterSpec(**self.catalogue.spec(found["model"]))
-        return self._first(tenant, asked, spec, "load", body)
+        return self._first(tenant, asked, self.catalogue.spec(found["model"]), "load", body)
 
     def _first(self, tenant: str, asked: bodies.Create, spec: AdapterSpec, kind: str, body: bytes) -> Record:
         name, now = f"{asked.session_id}:train:{asked.model_seq_id}", time.time()
         if self.store.row("SELECT id FROM models WHERE id = ?", name) is None:
             told = {"user_metadata": asked.user_metadata}
-            row = {"session": asked.session_id, "spec": asdict(spec), "created": now, "used": now, "told": told}
+            row = {"session": asked.session_id, "spec": spec.model_dump(), "created": now, "used": now, "told": told}
             self.store.add("models", id=name, tenant=tenant, **row)
             self._queue.next_seq[name] = 0
         return self._submit(tenant, asked.session_id, name, 0, kind, body)
@@ -203,8 +200,8 @@ class Service:
 
     def info(self, tenant: str, name: str) -> Record:
         """Answer get_info."""
-        spec = json.loads(self.catalogue.owned("models", tenant, name, "model")["spec"])
-        named, more = {"model_name": self.limits.model}, {"is_lora": True, "lora_rank": spec["rank"]}
+        spec = self.catalogue.spec(self.catalogue.owned("models", tenant, name, "model")["id"])
+        named, more = {"model_name": self.limits.model}, {"is_lora": True, "lora_rank": spec.rank}
         data = {"arch": self.limits.arch, "tokenizer_id": self.limits.tokenizer, **named}
         return {"type": "get_info", "model_data": data, "model_id": name, **named, **more}
 
@@ -434,15 +431,14 @@ class Service:
         asked, kind, limits = list[Work](), jobs[0].kind, self.limits
         for job in jobs:
             message = wire.parsed_pass(self._body(job))
-            rows, loss, settings = await self._call(wire.rows_of, message, limits)  # others are answered meanwhile
-            asked.append(Work(model=job.model, rows=rows, loss=loss, settings=settings))
+            asked.append(await self._call(wire.work_of, message, limits))  # others are answered meanwhile
         seed = request_seed(self.limits.seed, "pass", jobs[0].seq)
         backward = kind == "forward_backward"
         found = await self._call(self.engines.forward_backward, asked, backward=backward, seed=seed)
         return [wire.pass_output(each.rows, *told) for each, told in zip(asked, found, strict=True)]
 
     async def _create(self, job: Job) -> tuple[bytes, list[Change]]:
-        await self._call(self.engines.create, job.model, AdapterSpec(**self.catalogue.spec(job.model)))
+        await self._call(self.engines.create, job.model, self.catalogue.spec(job.model))
         return _json({"type": "create_model", "model_id": job.model}), [await self._state(job)]
 
     async def _optim_step(self, job: Job) -> tuple[bytes, list[Change]]:

@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from verl_like.plugins.tinker_server.bodies import Refused
-from verl_like.plugins.tinker_server.engine import Answer, Row
+from verl_like.plugins.tinker_server.engine import Answer, Row, Work
 from verl_like.plugins.tinker_server.images import Picture
 from verl_like.plugins.tinker_server.losses import HIGH, LOSSES, LOW
 from verl_like.plugins.tinker_server.prompts import Limits
@@ -85,8 +85,8 @@ def parsed_pass(body: bytes) -> Any:
     return message
 
 
-def rows_of(message: Any, limits: Limits) -> tuple[list[Row], str, dict[str, float]]:
-    """Check a pass: (rows, loss, its settings). Raises Refused for what cannot be computed."""
+def work_of(message: Any, limits: Limits) -> Work:
+    """Check a pass. Raises Refused for what cannot be computed."""
     name = message.loss_fn
     if name not in LOSSES:
         raise Refused(f"loss_fn={name!r} is not available; choose one of {', '.join(LOSSES)}")
@@ -114,7 +114,7 @@ def rows_of(message: Any, limits: Limits) -> tuple[list[Row], str, dict[str, flo
             raise Refused(f"data: {places:,} tokens by {width:,} targets; send fewer than {limits.numbers:,} at a time")
     if len({tuple(sorted(row.columns)) for row in rows}) > 1:
         raise Refused(f"data: the loss_fn_inputs of all rows must have the same names for loss_fn={name}")
-    return rows, name, settings
+    return Work(model=message.model_id, rows=rows, loss=name, settings=settings)
 
 
 def _row(datum: Any, place: str, loss: str, limits: Limits, ids: NDArray[np.int32]) -> Row:
