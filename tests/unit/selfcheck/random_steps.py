@@ -14,7 +14,9 @@ from pathlib import Path
 
 from tests.unit.models import zoo
 from verl_like.config import PPOConfig
+from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.errors import ConfigError
+from verl_like.kit.selfcheck.real_step import small
 from verl_like.kit.selfcheck.report import table
 from verl_like.kit.selfcheck.step_proof import prove_step
 from verl_like.kit.selfcheck.tiny import write_tiny_model
@@ -89,7 +91,7 @@ WIDE = (
     f"{_ACTOR}.ulysses_sequence_parallel_size=2 {_FSDP}.tensor_parallel_size=2",
     f"{_FSDP}.context_parallel_size=2 {_FSDP}.tensor_parallel_size=2",
     "trainer.placement={apart:{roles:[critic,ref],n_gpus_per_node:2}}",
-    "trainer.placement={critic:2,ref:1}",
+    "trainer.placement={critic:2,ref:2}",
 )
 _COMMON = (
     "trainer.prove_step=True data.train_files=x.parquet data.train_batch_size=8 data.max_prompt_length=24 "
@@ -124,7 +126,10 @@ def drawn(number: int, tiny: Path, folder: Path, ranks: int) -> tuple[PPOConfig,
         if (sliced and padded) or dense:  # a start refuses these by the facts of the model
             continue
         try:
-            return compose([*_COMMON.split(), *own, *words]), " ".join([family, *words])
+            config = compose([*_COMMON.split(), *own, *words])
+            if wide:  # a pool may have fewer ranks than a mesh
+                BatchPlan.build(small(config, ranks, ""), ranks)
+            return config, " ".join([family, *words])
         except ConfigError:
             continue
 
