@@ -30,7 +30,7 @@ from verl_like.kit.selfcheck.plain_adapters import with_noise
 from verl_like.kit.selfcheck.report import Finding, table
 from verl_like.kit.selfcheck.tiny import write_tiny_model
 from verl_like.kit.selfcheck.work import Case, Work
-from verl_like.models import attention, packing, prefix_tree
+from verl_like.models import attention, packing
 from verl_like.models.heads import ValueModel
 from verl_like.models.loading import load_tokenizer
 from verl_like.parallel.dist import ProcessInfo
@@ -178,12 +178,14 @@ def packed(
 
 def prompts_shared_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
     """What rows begin with in common is taken to be a token longer."""
-    common = prefix_tree._common
+    own = packing.beginnings
 
-    def longer(a: Any, b: Any) -> int:
-        return min(common(a, b) + 1, len(a), len(b)) if common(a, b) else 0
+    def longer(rows: Any, *given: Any) -> Any:
+        found, last = own(rows, *given), (rows.num_tokens_B() - 1).tolist()
+        pairs = zip(found.order[:1] + found.order, found.order, found.common, strict=False)
+        return dataclasses.replace(found, common=[min(last[a], last[b], n + 1) if n else 0 for a, b, n in pairs])
 
-    monkeypatch.setattr(prefix_tree, "_common", longer)
+    monkeypatch.setattr(packing, "beginnings", longer)
 
 
 def rows_changed(monkeypatch: pytest.MonkeyPatch, change: Callable[[Experience], dict[str, Any]]) -> None:
