@@ -14,7 +14,7 @@ import pytest
 
 from tests.architecture.source import Source, package_sources, parse
 
-MOST_LINES = {"core": 36_445, "plugins": 16_801, "kit": 12_038}  # of code, by ring
+MOST_LINES = {"core": 36_445, "plugins": 16_801, "kit": 12_040}  # of code, by ring
 MOST_SMALL_FILES = {
     "core": 36,
     "plugins": 40,

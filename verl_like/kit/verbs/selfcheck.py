@@ -39,7 +39,7 @@ def _not_of_a_plain_step(config: PPOConfig) -> Iterator[str]:
 def _keep_large_tensors(model: str) -> None:
     """Begin again with a malloc that reuses blocks of every size, where this is the process's own command.
 
-    glibc reads these settings when a process starts, and its children's do too. What a user has set stays.
+    glibc reads these settings when a process starts; the first part's children have them too. What a user set stays.
     """
     weights = sum(file.stat().st_size for file in Path(model).expanduser().glob("*.safetensors"))
     given = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
@@ -82,6 +82,8 @@ def run(arguments: argparse.Namespace) -> None:
         config = with_noise(config, Path(folder) / "adapters")
         findings, notes = SelfCheck(config=config, num_rows=arguments.rows).run(ranks=arguments.ranks)
         print("\n".join([f"model: {model}", *notes, table(findings)]), flush=True)
+        if os.environ.get("GLIBC_TUNABLES") == _KEEPS_ALL:  # the steps' ranks keep no more than a run's
+            del os.environ["GLIBC_TUNABLES"]
         steps, notes = prove_step(config, ranks=ranks)
     print("\n".join(["", *notes, table(steps)]))
     if not all(finding.passed for finding in (*findings, *steps)):
