@@ -395,6 +395,14 @@ ENGINE_AND_ROLLOUT = [
         "rollout/test_requests.py",
     ),
     Mutation(
+        "a response's last token left out of the mask where rollouts are put together",
+        "episodes/rows.py",
+        "mask_T = torch.ones(int(response_length_B.sum()), dtype=torch.bool)",
+        "mask_T = torch.ones(int(response_length_B.sum()), dtype=torch.bool)\n"
+        "        mask_T[response_length_B.cumsum(0) - 1] = False",
+        "episodes/test_rows.py",
+    ),
+    Mutation(
         "what a tool said counted as sampled",
         "episodes/rows.py",
         "lambda turn: np.ones(len(turn.sampled)), _nothing, torch.bool",

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,6 +68,35 @@ def test_a_model_that_sees_passes(tmp_path: Path, capsys: pytest.CaptureFixture[
     main(["selfcheck", "--rows", "6", "--ranks", "1", *keys])
     found = capsys.readouterr().out
     assert "images, which the two whole steps have" in found and found.splitlines()[-1].endswith("passed")
+
+
+def test_a_large_model_is_checked_by_a_process_that_keeps_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same command, once more and no oftener; nobody else's process is replaced."""
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(2**28)
+    begun = list[tuple[str, list[str], dict[str, str]]]()
+
+    def replaced(*given: Any) -> None:
+        begun.append(given)
+        raise SystemExit("replaced")
+
+    def times_begun() -> int:
+        with pytest.raises(SystemExit):  # a file of weights alone is no model
+            main(["selfcheck", f"actor_rollout_ref.model.path={tmp_path}", "data.train_files=x.parquet"])
+        return len(begun)
+
+    monkeypatch.setattr(os, "execve", replaced)
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "2.36"))
+    assert times_begun() == 0
+    monkeypatch.setattr(sys, "argv", ["verl-like", "selfcheck"])
+    assert times_begun() == 1
+    program, words, variables = begun[0]
+    assert words == [program, *sys.orig_argv[1:]] and variables.items() > os.environ.items()
+    monkeypatch.setenv("GLIBC_TUNABLES", variables["GLIBC_TUNABLES"])
+    assert times_begun() == 1
 
 
 def test_what_no_plain_step_has_is_refused(tmp_path: Path) -> None:

@@ -14,7 +14,9 @@ from pathlib import Path
 
 from tests.unit.models import zoo
 from verl_like.config import PPOConfig
+from verl_like.config.batch_plan import BatchPlan
 from verl_like.config.errors import ConfigError
+from verl_like.kit.selfcheck.real_step import small
 from verl_like.kit.selfcheck.report import table
 from verl_like.kit.selfcheck.step_proof import prove_step
 from verl_like.kit.selfcheck.tiny import write_tiny_model
@@ -81,6 +83,16 @@ LATE: tuple[tuple[str, str], ...] = (
     ("qwen3_moe", f"{_ACTOR}.fsdp_config.tensor_parallel_size=2 {_ACTOR}.fsdp_config.expert_parallel_size=2"),
     ("", f"trainer.mode=colocate_async {_POLICY}.rollout.name=auto {_ACTOR}.ulysses_sequence_parallel_size=2"),
 )
+# On more than two ranks, one of these too: copies of two ranks each, two ways of cutting rows, pools of their own.
+_FSDP = f"{_ACTOR}.fsdp_config"
+WIDE = (
+    f"{_FSDP}.fsdp_size=2",
+    f"{_FSDP}.fsdp_size=1",
+    f"{_ACTOR}.ulysses_sequence_parallel_size=2 {_FSDP}.tensor_parallel_size=2",
+    f"{_FSDP}.context_parallel_size=2 {_FSDP}.tensor_parallel_size=2",
+    "trainer.placement={apart:{roles:[critic,ref],n_gpus_per_node:2}}",
+    "trainer.placement={critic:2,ref:2}",
+)
 _COMMON = (
     "trainer.prove_step=True data.train_files=x.parquet data.train_batch_size=8 data.max_prompt_length=24 "
     "data.max_response_length=24 critic.ppo_mini_batch_size=4"
@@ -101,7 +113,8 @@ def drawn(number: int, tiny: Path, folder: Path, ranks: int) -> tuple[PPOConfig,
         if family != "tiny":
             model = Path(zoo.folder(folder / f"{number}-{family}", family))
             load_tokenizer(str(tiny)).save_pretrained(model)
-        words = [*" ".join(keys).split(), *keys_of_late.split()]
+        wide = chance.choice(WIDE) if ranks > 2 else ""
+        words = [*" ".join(keys).split(), *keys_of_late.split(), *wide.split()]
         meshes = any("parallel_size=2" in word for word in words)
         alone = f"{_POLICY}.rollout.n=1" in words and not keys[0].endswith(("gae", "reinforce_plus_plus"))
         own = [f"{_POLICY}.model.path={model}", f"critic.model.path={model}", f"trainer.n_gpus_per_node={ranks}"]
@@ -113,7 +126,10 @@ def drawn(number: int, tiny: Path, folder: Path, ranks: int) -> tuple[PPOConfig,
         if (sliced and padded) or dense:  # a start refuses these by the facts of the model
             continue
         try:
-            return compose([*_COMMON.split(), *own, *words]), " ".join([family, *words])
+            config = compose([*_COMMON.split(), *own, *words])
+            if wide:  # a pool may have fewer ranks than a mesh
+                BatchPlan.build(small(config, ranks, ""), ranks)
+            return config, " ".join([family, *words])
         except ConfigError:
             continue
 

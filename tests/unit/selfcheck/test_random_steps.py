@@ -14,9 +14,10 @@ from verl_like.kit.selfcheck.tiny import write_tiny_model
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("number", range(len(LATE)))
-def test_no_false_alarm(tmp_path: Path, number: int) -> None:
-    ranks, tiny = ranks_of(number), Path(write_tiny_model(tmp_path / "tiny"))
+# The last two on four ranks, the first of them with a pool for critic and reference.
+@pytest.mark.parametrize(("number", "ranks"), [*((i, ranks_of(i)) for i in range(len(LATE))), (700, 4), (705, 4)])
+def test_no_false_alarm(tmp_path: Path, number: int, ranks: int) -> None:
+    tiny = Path(write_tiny_model(tmp_path / "tiny"))
     config, keys = drawn(number, tiny, tmp_path, ranks)
     findings, notes = prove_step(config, ranks=ranks)
     assert all(each.passed for each in findings), f"{keys}\n{notes}\n{table(findings)}"

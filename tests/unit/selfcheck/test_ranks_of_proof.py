@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from verl_like.config.pools import named_pools
+from verl_like.kit.selfcheck.real_step import small
 from verl_like.kit.selfcheck.step_proof import ranks_of_proof
 from verl_like.trainer.compose import compose
 
@@ -22,6 +24,17 @@ FSDP, OF_RUN = "actor_rollout_ref.actor.fsdp_config", ["data.train_files=x.parqu
 def test_a_proof_has_ranks_for_every_mesh(keys: list[str], asked: int, needed: int) -> None:
     of_run = [*OF_RUN, "algorithm.adv_estimator=gae", "trainer.n_gpus_per_node=24"]
     assert ranks_of_proof(compose([*of_run, *keys]), asked) == needed
+
+
+def test_critic_and_reference_keep_their_pools_in_a_proof() -> None:
+    """Pools of what is left out are too; none has more ranks than the proof. Rows are as many as each pool cuts."""
+    placement = "{values:{roles:[critic],nnodes:2,n_gpus_per_node:4},ref:3,rollout:2}"
+    keys = ["algorithm.adv_estimator=gae", "actor_rollout_ref.actor.use_kl_loss=True", "trainer.n_gpus_per_node=4"]
+    config = small(compose([*OF_RUN, *keys, f"trainer.placement={placement}"]), 4, "")
+    sizes = {pool.name: (pool.roles, pool.world_size) for pool in named_pools(config.trainer.placement)}
+    assert sizes == {"values": (("critic",), 4), "ref": (("ref",), 3)}
+    assert config.trainer.launcher == "ray" and config.data.train_batch_size % 12 == 0
+    assert small(compose([*OF_RUN, *keys[:1]]), 1, "").trainer.launcher == "local"
 
 
 def test_a_mesh_that_no_number_of_ranks_has_is_refused() -> None:

@@ -32,6 +32,7 @@ GRPO, GAE = ["algorithm.adv_estimator=grpo"], ["algorithm.adv_estimator=gae"]
 CHUNKS = [*GAE, *(f"{name}.fsdp_config.context_parallel_size=2" for name in (ACTOR, "critic.model"))]
 STAGES = [*GAE, *(f"{name}.fsdp_config.pipeline_parallel_size=2" for name in (ACTOR, "critic.model"))]
 ULYSSES = [*GRPO, f"{ACTOR}.ulysses_sequence_parallel_size=2"]
+POOLS = [*GAE, f"{ACTOR}.use_kl_loss=True", "trainer.placement={critic:2,apart:{roles:[ref]}}"]
 
 # What every worker imports (VERL_USE_EXTERNAL_MODULES), the configuration, and the line that must find it first.
 FAULTS = {
@@ -157,7 +158,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(write_tiny_model(tmp_path_factory.mktemp("step")))
 
 
-@pytest.mark.parametrize("keys", [GAE, ULYSSES, CHUNKS, STAGES], ids=["gae", "ulysses", "chunks", "stages"])
+@pytest.mark.parametrize(
+    "keys", [GAE, ULYSSES, CHUNKS, STAGES, POOLS], ids=["gae", "ulysses", "chunks", "stages", "pools"]
+)
 def test_a_sound_step_passes(model: Path, keys: list[str]) -> None:
     findings, _ = prove_step(compose([*COMMON, *keys, f"actor_rollout_ref.model.path={model}"]), ranks=2)
     assert all(each.passed for each in findings), table(findings)

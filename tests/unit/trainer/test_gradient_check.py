@@ -58,6 +58,7 @@ CONFIGS: dict[str, list[str]] = {
     "capped": [*ROWS_ALONE, f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=5.0"],
     "vetoed": [*ROWS_ALONE, f"{CORRECTION}.rollout_token_veto_threshold=1e-4"],
     "skipped": [*ROWS_ALONE, f"{ACTOR}.ratio_skip_threshold=2.0", f"{ACTOR}.clip_ratio_high=0.4"],
+    "padded": [*ROWS_ALONE, "actor_rollout_ref.model.use_remove_padding=False"],
     "critic": ["actor_rollout_ref.rollout.n=2", "algorithm.adv_estimator=gae", "data.train_files=x.parquet"],
 }
 FULL_KL = [f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=full", f"{ACTOR}.kl_loss_coef=0.5"]
@@ -76,7 +77,8 @@ class Prepared:
     def __init__(self, settings: list[str], model: str, process: ProcessInfo) -> None:
         self.check = SelfCheck(config=compose([*settings, f"actor_rollout_ref.model.path={model}"]), num_rows=8)
         self.process, self.work = process, self.check.prepare()
-        self.engine = self.check.policy(process, self.work, packed=True)
+        packed = self.check.config.actor_rollout_ref.model.use_remove_padding
+        self.engine = self.check.policy(process, self.work, packed=packed)
         self.critic = None if self.work.critic is None else self.check.critic(process)
 
     def failures(self) -> set[str]:
@@ -162,14 +164,28 @@ def engine_without_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "response_positions", other)
 
 
-def packed(monkeypatch: pytest.MonkeyPatch, column: str, change: Callable[[Tensor], Tensor]) -> None:
-    pack = packing.pack
+def packed(
+    monkeypatch: pytest.MonkeyPatch, column: str, change: Callable[[Tensor], Tensor], layout: str = "pack"
+) -> None:
+    own = getattr(packing, layout)
 
     def other(*given: Any, **options: Any) -> Any:
-        inputs = pack(*given, **options)
+        inputs = own(*given, **options)
         return dataclasses.replace(inputs, **{column: change(getattr(inputs, column))})
 
-    monkeypatch.setattr(packing, "pack", other)
+    monkeypatch.setattr(packing, layout, other)
+
+
+def prompts_shared_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What rows begin with in common is taken to be a token longer."""
+    own = packing.beginnings
+
+    def longer(rows: Any, *given: Any) -> Any:
+        found, last = own(rows, *given), (rows.num_tokens_B() - 1).tolist()
+        pairs = zip(found.order[:1] + found.order, found.order, found.common, strict=False)
+        return dataclasses.replace(found, common=[min(last[a], last[b], n + 1) if n else 0 for a, b, n in pairs])
+
+    monkeypatch.setattr(packing, "beginnings", longer)
 
 
 def rows_changed(monkeypatch: pytest.MonkeyPatch, change: Callable[[Experience], dict[str, Any]]) -> None:
@@ -407,6 +423,12 @@ FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None], set[str]]] = 
         lambda m: packed(m, "targets_N", lambda targets: targets.roll(1)),
         {*BOTH, LOG_PROBS},
     ),
+    "labels of another token, padded": (
+        "padded",
+        lambda m: packed(m, "targets_N", lambda targets: targets.roll(1), "pad"),
+        {*BOTH, LOG_PROBS},
+    ),
+    "shared prompts a token too long": ("by token", prompts_shared_too_far, {*BOTH, LOG_PROBS}),
     "hidden states of the next token": (
         "by token",
         lambda m: packed(m, "select_N", lambda places: (places + 1).clamp(max=int(places.max()))),

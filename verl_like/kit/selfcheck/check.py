@@ -171,7 +171,8 @@ class SelfCheck:
         engine = self.policy(process, work, packed=packed)
         compare("rows shared out", engine, mine)
         compare("all rows on the first", engine, skewed)
-        engine = self.policy(process, work, packed=packed, reduce_once=True)
+        once = dataclasses.replace(engine.role.fsdp, sync_every_micro_batch=False)
+        engine.role = dataclasses.replace(engine.role, fsdp=once)  # read at each update
         compare("gradients reduced once", engine, mine)
         return findings
 
@@ -198,16 +199,14 @@ class SelfCheck:
         )
         return Measured(loss=loss.total, gradient=gradient)
 
-    def policy(
-        self, process: ProcessInfo, work: Work, *, packed: bool, fused: bool | None = None, reduce_once: bool = False
-    ) -> FSDPEngine:
+    def policy(self, process: ProcessInfo, work: Work, *, packed: bool, fused: bool | None = None) -> FSDPEngine:
         """The actor as the configuration wants it, in float32, packed and fused or the reference path."""
         settings = self.settings()
-        policy, fsdp = settings.actor_rollout_ref, settings.actor_rollout_ref.actor.fsdp_config
+        policy = settings.actor_rollout_ref
         fused = packed if fused is None else fused
         role = RoleConfig(
             model=dataclasses.replace(policy.model, use_remove_padding=packed, use_fused_kernels=fused),
-            fsdp=dataclasses.replace(fsdp, sync_every_micro_batch=False) if reduce_once else fsdp,
+            fsdp=policy.actor.fsdp_config,
             optim=OptimConfig(),
             freeze_vision_tower=policy.actor.freeze_vision_tower,
             exact=packed and self.config.trainer.parity == Parity.exact,

@@ -14,6 +14,10 @@ from verl_like.batch import PromptRow, Rollouts, Scores, pad_rows
 # Noise by row of the old log-probs, whose second row has ratios beyond dual clip and skip threshold.
 DRIFT = (0.2, 2.0, 0.02)
 _MISMATCH = (2e-4, 5.0, -5.0, 0.05, 0.5)  # nats, see `mismatch`
+_LOGITS, _SHORT = (
+    2**23,
+    2**21,
+)  # of a long row's sampled tokens, of another's: with many ids the head is most of all work
 _PERIOD = 6  # of the rows that a loop treats in its own way
 _FIRST_PART = 2  # of six rows the third and fourth are one episode, with a prompt each
 
@@ -47,6 +51,11 @@ def mismatch(shape: torch.Size, generator: torch.Generator) -> Tensor:
     return size_B1 * torch.where(size_B1.abs() > 1, found_BR.abs(), found_BR)
 
 
+def most_sampled(vocab_size: int) -> tuple[int, int]:
+    """Tokens that a long row, and each short one, has from the policy: fewer where each has many logits."""
+    return max(_LOGITS // vocab_size, 28), max(12, min(_SHORT // vocab_size, 28))
+
+
 def short_lengths(count: int) -> list[tuple[int, int]]:
     """Draw (prompt, response) lengths of `count` rows of 5 to 40 tokens; two rows to a prompt."""
     generator = torch.Generator().manual_seed(0)
@@ -65,6 +74,7 @@ def random_rollouts(lengths: Sequence[tuple[int, int]], vocab_size: int, *, diff
     """Rows without log-probs; in every third one part of the response was not sampled (tool text).
 
     Of six rows the second hit its length limit, and the third and fourth are one episode whose history was rewritten.
+    With many ids a long row's last tokens alone were sampled, and its first.
     Two responses to one prompt begin with the same two tokens, which are computed once as their prompt is.
     """
     generator = torch.Generator().manual_seed(len(lengths))
@@ -82,6 +92,8 @@ def random_rollouts(lengths: Sequence[tuple[int, int]], vocab_size: int, *, diff
     response_length_B = torch.tensor([response for _, response in lengths])
     mask_BR = torch.arange(response_ids_BR.shape[1])[None, :] < response_length_B[:, None]
     mask_BR[::3, 1:3] = False
+    late_BR = torch.arange(mask_BR.shape[1])[None, :] >= response_length_B[:, None] - most_sampled(vocab_size)[0]
+    mask_BR[:, 1:] &= late_BR[:, 1:]  # text that was not sampled fills a long row
     episodes = [row - (row % _PERIOD == _FIRST_PART + 1) for row in range(len(lengths))]
     difficulty = torch.rand(len(lengths), generator=generator).tolist()
     return Rollouts(

@@ -23,7 +23,8 @@ from verl_like.batch import Denominators, Evaluated, Experience, Metric, Rollout
 from verl_like.config import PPOConfig
 from verl_like.config.actor import OldLogProbs
 from verl_like.config.batch_plan import BatchPlan, sampler_is_trainer
-from verl_like.config.roles import needs_critic
+from verl_like.config.pools import MAIN_POOL, named_pools
+from verl_like.config.roles import CRITIC, REF, needs_critic, roles_of
 from verl_like.models.loading import load_tokenizer
 from verl_like.observe.timing import StepClock
 from verl_like.trainer.costs import ModelCosts
@@ -64,7 +65,9 @@ def small(config: PPOConfig, ranks: int, folder: str) -> PPOConfig:
     policy, critic, trainer = config.actor_rollout_ref, config.critic, config.trainer
     batch = config.data.train_batch_size
     n, with_critic = min(policy.rollout.n, 4), needs_critic(critic, config.algorithm)
-    part = ranks * (2 if n > 1 else 4)  # prompts of a mini-batch
+    pools = _pools(config, ranks)
+    sizes = {ranks, *(pool["n_gpus_per_node"] for pool in pools.values())}
+    part = math.lcm(*sizes) * (2 if n > 1 else 4)  # prompts of a mini-batch
     cuts = policy.actor.ppo_mini_batch_size < batch or (with_critic and critic.ppo_mini_batch_size < batch)
     whole, longest = part * (2 if cuts else 1), config.data.max_prompt_length + config.data.max_response_length
 
@@ -111,9 +114,9 @@ def small(config: PPOConfig, ranks: int, folder: str) -> PPOConfig:
             trainer,
             nnodes=1,
             n_gpus_per_node=ranks,
-            launcher="ray" if ranks > 1 else "local",
+            launcher="ray" if ranks > 1 or pools else "local",
             mode="sync",
-            placement={},
+            placement=pools,
             log_dir=folder,
             critic_warmup=0,
             profile_steps=None,
@@ -126,6 +129,16 @@ def small(config: PPOConfig, ranks: int, folder: str) -> PPOConfig:
             rpc_timeout=_TIMEOUT_S,
         ),
     )
+
+
+def _pools(config: PPOConfig, ranks: int) -> dict[str, Any]:
+    """The pools of trainer.placement beside the main one that critic or reference are in, each of at most `ranks`."""
+    present = {CRITIC, REF} & roles_of(config).keys()
+    return {
+        pool.name: {"roles": sorted(present.intersection(pool.roles)), "n_gpus_per_node": min(pool.world_size, ranks)}
+        for pool in named_pools(config.trainer.placement)
+        if pool.name != MAIN_POOL and present.intersection(pool.roles)
+    }
 
 
 def _optim(optim: Any, rate: float) -> Any:

@@ -22,7 +22,7 @@ from verl_like.config.roles import REF, REWARD, needs_critic, roles_of
 from verl_like.engine.optim import Schedule
 from verl_like.kit.forecast.machine import available_memory
 from verl_like.kit.selfcheck.driver import old_log_probs_of
-from verl_like.kit.selfcheck.material import mismatch
+from verl_like.kit.selfcheck.material import mismatch, most_sampled
 from verl_like.kit.selfcheck.pictures import text_alone, with_pictures
 from verl_like.kit.selfcheck.plain import PlainModel, pieces
 from verl_like.kit.selfcheck.plain_adapters import unchecked_adapters, with_noise
@@ -33,7 +33,6 @@ from verl_like.kit.selfcheck.work import comparable, longest_row, unchecked_rout
 from verl_like.models.families import sees, state_of
 from verl_like.models.loading import load_hf_config, load_tokenizer
 
-_LOGITS = 2**24  # of the longest row, at most: with many ids, text that was not sampled comes before its last tokens
 _BYTES = 64  # of a weight: the plain step's float64 with moments and copies, the run's float32 and what is gathered
 logger = logging.getLogger(__name__)
 
@@ -189,7 +188,8 @@ def frozen_rollouts(config: PPOConfig, vocab_size: int) -> tuple[Rollouts, Score
     if sees(hf_config):
         folder, model = Path(str(config.trainer.log_dir)), config.actor_rollout_ref.model
         of_prompt, media, left_out = with_pictures(model, hf_config, of_prompt, most.max_prompt_length, folder)
-    responses = lengths(3, min(28, most.max_response_length))
+    of_long, of_short = most_sampled(vocab_size)
+    responses = lengths(3, min(of_short, most.max_response_length))
     responses[0] = long_response
     rows = range(prompts * n)
     texts = _as_trees([tokens(size) for size in responses], n)
@@ -197,7 +197,7 @@ def frozen_rollouts(config: PPOConfig, vocab_size: int) -> tuple[Rollouts, Score
     length_B = torch.tensor(responses)
     mask_BR = torch.arange(response_ids_BR.shape[1])[None, :] < length_B[:, None]
     mask_BR[::3, 1:3] = False
-    mask_BR[0, 1 : max(1, long_response - max(_LOGITS // vocab_size, 28))] = False
+    mask_BR[0, 1 : max(1, long_response - of_long)] = False
     sampled_B = (length_B - 1).clamp(min=1)  # every third row ends in a token that was not
     mask_BR[1::3] &= torch.arange(mask_BR.shape[1])[None, :] < sampled_B[1::3, None]
     number = torch.rand(len(rows), generator=generator)  # as scores: a 0 would hide where it lies
