@@ -14,11 +14,11 @@ import pytest
 
 from tests.architecture.source import Source, package_sources, parse
 
-MOST_LINES = {"core": 36_462, "plugins": 16_843, "kit": 12_009}  # of code, by ring
+MOST_LINES = {"core": 36_526, "plugins": 16_779, "kit": 12_022}  # of code, by ring
 MOST_SMALL_FILES = {
-    "core": 36,
-    "plugins": 42,
-    "kit": 17,
+    "core": 31,
+    "plugins": 39,
+    "kit": 16,
 }  # with fewer than SMALL lines of any kind, __init__.py left out
 SMALL = 60
 _PROSE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
