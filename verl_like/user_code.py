@@ -35,6 +35,9 @@ SAMPLER_KEYS = {"path_key": "data.sampler.class_path", "name_key": "data.sampler
 _MODULE_PREFIX = "pkg://"
 _REFERENCE = re.compile(r"(?:.*\.py|pkg://[A-Za-z_][\w.]*|[A-Za-z_][\w.]*):[A-Za-z_]\w*")
 _registered: dict[str, set[str]] = {}
+# In place of verl's own modules where verl is not installed: the last folder to be searched, and its `verl` has no
+# __init__.py, so that an installed one comes first, and files of a user's own `verl/tools` folder stand beside these.
+_STAND_INS = str(Path(__file__).parent / "plugins" / "verl_agents" / "verl_shim")
 # Files that no name of their own imports are modules of this one, which is their package. A process that a user's code
 # starts imports them by name too, to find what it is to run: it inherits the environment.
 __path__: list[str] = []
@@ -187,17 +190,37 @@ def load_module(path: str, key: str) -> ModuleType:
     """
     path = resolve_path(path, key)
     try:
-        if os.path.isabs(path):
-            return _load_file(Path(path))
-        if os.getcwd() not in sys.path:  # a module beside the command line, also where `python -m` did not start it
-            sys.path.append(os.getcwd())
-        return importlib.import_module(path.removeprefix(_MODULE_PREFIX))
+        try:
+            return _imported(path)
+        except ImportError as error:
+            if not _is_verls(error) or _STAND_INS in sys.path:
+                raise
+            find_stand_ins()
+            return _imported(path)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a user's module may raise anything, SystemExit included
-        verls = isinstance(error, ImportError) and (error.name or "").split(".")[0] == "verl"
+        verls = isinstance(error, ImportError) and _is_verls(error)
         hint = "\nverl is not installed here: copy what you need of it beside your file, or install it" if verls else ""
         raise UserCodeError(f"{key}={path} could not be imported:\n{_users_traceback(error)}{hint}") from error
+
+
+def find_stand_ins() -> None:
+    """Make the stand-ins of verl's modules importable; an installed verl comes first."""
+    if _STAND_INS not in sys.path:
+        sys.path.append(_STAND_INS)
+
+
+def _is_verls(error: ImportError) -> bool:
+    return (error.name or "").split(".")[0] == "verl"
+
+
+def _imported(path: str) -> ModuleType:
+    if os.path.isabs(path):
+        return _load_file(Path(path))
+    if os.getcwd() not in sys.path:  # a module beside the command line, also where `python -m` did not start it
+        sys.path.append(os.getcwd())
+    return importlib.import_module(path.removeprefix(_MODULE_PREFIX))
 
 
 def _load_file(file: Path) -> ModuleType:

@@ -26,6 +26,7 @@ class Registry(Generic[T]):
         rows: the menu's.
         of_row: makes an entry of a row and its function. None: the function.
         entry_of: makes an entry of users' own code.
+        of_verls: makes an entry of a function that takes verl's arguments. None: it is refused.
 
     Example:
         ADVANTAGES = Registry("algorithm.adv_estimator", ESTIMATORS, arguments=("inputs", "algorithm"))
@@ -43,10 +44,11 @@ class Registry(Generic[T]):
         arguments: tuple[str, ...] = (),
         of_row: Callable[[R, Any], T] = lambda row, function: function,
         entry_of: Callable[[Any], T] = lambda found: found,
+        of_verls: Callable[[Any], T] | None = None,
     ) -> None:
         self.config_key = config_key
         self._rows = {name: row for name, row in rows.items() if row.code}
-        self._arguments, self._of_row, self._entry_of = arguments, of_row, entry_of
+        self._arguments, self._of_row, self._entry_of, self._of_verls = arguments, of_row, entry_of, of_verls
         self._entries: dict[str, T] = {}
         self._loaded: dict[str, T] = {}  # by name or reference
 
@@ -55,10 +57,9 @@ class Registry(Generic[T]):
 
         def add(entry: T) -> T:
             for name in names:
-                self._refuse_verls_form(entry, name)
                 if name in self.names():
                     raise ValueError(f"{self.config_key}: the name {name!r} is registered twice")
-                self._entries[name] = entry
+                self._entries[name] = self._adapted(entry, name) if self._in_verls_form(entry) else entry
                 note_registered(self.config_key, name)
             return entry
 
@@ -86,18 +87,25 @@ class Registry(Generic[T]):
 
     def _load(self, reference: str) -> T:
         found = load(reference, self.config_key)
-        self._refuse_verls_form(found, reference)
+        if self._in_verls_form(found):
+            return self._adapted(found, reference)
         check_call(getattr(found, "function", found), f"{self.config_key}={reference}", *self._arguments)
         return self._entry_of(found)
 
-    def _refuse_verls_form(self, entry: Any, name: str) -> None:
-        """Raise UserCodeError for a function whose arguments are verl's: one may bind, and would fail in a step."""
+    def _in_verls_form(self, entry: Any) -> bool:
+        """Tell whether a function takes verl's arguments: one with two of them binds, and would fail in a step."""
         code = getattr(getattr(entry, "function", entry), "__code__", None)
-        if self._arguments and code is not None and not _VERLS.isdisjoint(code.co_varnames[: code.co_argcount]):
+        return (
+            bool(self._arguments) and code is not None and not _VERLS.isdisjoint(code.co_varnames[: code.co_argcount])
+        )
+
+    def _adapted(self, entry: Any, name: str) -> T:
+        if self._of_verls is None:
             raise UserCodeError(
                 f"{self.config_key}={name} takes the arguments that verl gives; here it is called with "
                 f"({', '.join(self._arguments)}): docs/extending.md shows one"
             )
+        return self._of_verls(entry)
 
     def names(self) -> list[str]:
         """Names of all entries, sorted."""

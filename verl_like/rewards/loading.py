@@ -7,10 +7,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from verl_like.registry import part
 from verl_like.rewards import graders
 from verl_like.rewards.reward_call import RewardFunctionError, ScorerSpec
-from verl_like.user_code import check_call, find, load, load_module, own_lines
+from verl_like.user_code import check_call, find, find_stand_ins, load, load_module, own_lines
 
 _BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -25,7 +24,7 @@ SERVED = ("reward_router_address", "reward_model_tokenizer", "reward_model_path"
 def load_scorer(spec: ScorerSpec) -> Callable[..., Any]:
     """Load the function that scores one response (or a batch). Raises a ValueError that names the key to change."""
     if spec.path is not None or spec.own_graders:
-        part("rewards", "stand_ins")()  # of verl's modules, which functions written for it import
+        find_stand_ins()  # of verl's modules, which functions written for it import
     for key, reference in spec.own_graders.items():  # reward_model.rule=file.py:name and the like
         function = load(reference, key)
         check_call(function, f"{key}={reference}", *_ARGUMENTS, keywords=spec.options.get(reference, {}))

@@ -1,16 +1,18 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from verl_like.algorithms.advantages import ADVANTAGES
+from verl_like.algorithms.advantages import ADVANTAGES, AdvantageInputs, compute_advantages
 from verl_like.algorithms.aggregate import AGGREGATIONS
 from verl_like.algorithms.kl import KL_ESTIMATORS
 from verl_like.algorithms.policy_losses import POLICY_LOSSES
 from verl_like.algorithms.registry import Registry
-from verl_like.config import KLControlType
-from verl_like.user_code import UserCodeError
+from verl_like.config import AlgorithmConfig, KLControlType
+from verl_like.user_code import UserCodeError, import_modules
 
 DOCS = Path(__file__).parents[3] / "docs" / "algorithms.md"
 
@@ -23,12 +25,50 @@ def test_lookup_and_names() -> None:
     assert menu.names() == ["deux", "one", "two"]
 
 
-def test_functions_of_verls_form_are_refused_before_a_step_calls_them(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text("def mine(token_level_rewards, response_mask, config=None, **kwargs): ...")
-    told = r"takes the arguments that verl gives; here it is called with \(inputs, algorithm\)"
-    with pytest.raises(UserCodeError, match=rf"algorithm.adv_estimator={file}:mine {told}"):
-        ADVANTAGES.lookup(f"{file}:mine")
+VERLS = """
+import numpy as np
+import torch
+from verl.trainer.ppo.core_algos import register_adv_est
+
+@register_adv_est("over_the_mean")
+def over_the_mean(token_level_rewards, response_mask, index, config=None, **kwargs):
+    assert sorted(kwargs) == [] and config.get("norm_adv_by_std_in_grpo") is False and config.adv_estimator
+    scores = token_level_rewards.sum(dim=-1)
+    means = {uid: scores[torch.from_numpy(index == uid)].mean() for uid in np.unique(index)}
+    scores = scores - torch.stack([means[uid] for uid in index])
+    return scores.unsqueeze(-1).expand_as(response_mask), scores.unsqueeze(-1) * response_mask
+
+def of_rewards(token_level_rewards, response_mask):
+    return token_level_rewards + 1, token_level_rewards
+
+def wrong(token_level_rewards, response_mask):
+    return token_level_rewards[:, 1:], token_level_rewards[:, 1:]
+"""
+
+
+def test_estimators_of_verls_form_are_given_its_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their decorator, which a stand-in has, and by path; against dr_grpo, which is the same."""
+    monkeypatch.setattr("sys.path", [*sys.path])
+    file = tmp_path / "of_verls.py"
+    file.write_text(VERLS)
+    import_modules(str(file), "external_lib")
+    mask_BR = torch.tensor([[1, 1, 0], [1, 0, 1], [1, 1, 1], [1, 0, 0]], dtype=torch.bool)
+    rewards_BR = torch.zeros(4, 3).index_put(
+        (torch.arange(4), torch.tensor([1, 2, 2, 0])), torch.tensor([1.0, 0, 3, 2])
+    )
+    group_B = torch.tensor([4, 4, 9, 9])
+    inputs = AdvantageInputs(token_rewards_BR=rewards_BR, response_mask_BR=mask_BR, group_B=group_B)
+    section = AlgorithmConfig(adv_estimator="over_the_mean", norm_adv_by_std_in_grpo=False)
+    found = compute_advantages(inputs, section)
+    expected = compute_advantages(inputs, AlgorithmConfig(adv_estimator="grpo", norm_adv_by_std_in_grpo=False))
+    assert torch.equal(found.advantages_T, expected.advantages_T) and torch.equal(found.returns_T, expected.returns_T)
+    by_path = compute_advantages(inputs, AlgorithmConfig(adv_estimator=f"{file}:of_rewards"))
+    assert torch.equal(by_path.advantages_BR, (rewards_BR + 1) * mask_BR)
+    with pytest.raises(ValueError, match=r"wrong' returned \[\(4, 2\), \(4, 2\)\]: return advantages and"):
+        compute_advantages(inputs, AlgorithmConfig(adv_estimator=f"{file}:wrong"))
+
+
+def test_losses_of_verls_form_are_refused_before_a_step_calls_them() -> None:
     with pytest.raises(UserCodeError, match="loss_mode=mine takes the arguments that verl gives"):
 
         @POLICY_LOSSES.register("mine")  # type: ignore[arg-type]

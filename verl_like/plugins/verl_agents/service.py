@@ -17,14 +17,13 @@ import numpy as np
 from omegaconf import OmegaConf
 
 from verl_like.data.chat import PromptEncoder
-from verl_like.plugins.agents.tools.loading import find_stand_ins
 from verl_like.plugins.agents.tools.service import PRINTED_CHARS, Limited
 from verl_like.plugins.agents.tools.text import MOST_CHARS, to_reward
 from verl_like.plugins.verl_agents.callback_loop import load_callback
 from verl_like.plugins.verl_agents.loading import all_loops
 from verl_like.plugins.verl_agents.messages import AgentLoopError, AgentLoopSpec, AgentReply, AgentRequest, LoopRow
 from verl_like.plugins.verl_agents.policy import Policy
-from verl_like.user_code import accepted
+from verl_like.user_code import accepted, find_stand_ins
 
 _TRACEBACK_CHARS = 2000
 _IDLE_S = 0.01  # without news, while the policy is at work: then the trainer is told that there is none

@@ -337,8 +337,8 @@ def test_an_installed_verl_comes_before_its_stand_ins(tmp_path: Path) -> None:
     (tmp_path / "verl" / "__init__.py").write_text("real = True")
     script = """
 import sys
-from verl_like.plugins.agents.tools.loading import _SHIM
-sys.path[:] = [_SHIM, *sys.path, sys.argv[1]]
+from verl_like.user_code import _STAND_INS
+sys.path[:] = [_STAND_INS, *sys.path, sys.argv[1]]
 import verl
 print(verl.real)
 """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,12 +19,9 @@ from verl_like.plugins.agents.tools.yaml_files import load_yaml
 from verl_like.plugins.games.adapters import ADAPTERS
 from verl_like.plugins.games.forms import is_environment
 from verl_like.plugins.games.games import make as make_game
-from verl_like.user_code import load, load_dotted, load_module
+from verl_like.user_code import find_stand_ins, load, load_dotted, load_module
 
-# In place of verl's own modules where verl is not installed: the last folder to be searched, and its `verl` has no
-# __init__.py, so that an installed one comes first, and files of a user's own `verl/tools` folder stand beside these.
 _PACKAGE = str(Path(__file__).parents[3])
-_SHIM = f"{_PACKAGE}/plugins/verl_agents/verl_shim"
 _SHIPPED = {
     "calculator": "verl_like.plugins.agents.tools.calculator:Calculator",
     "code_interpreter": "verl_like.plugins.agents.tools.code_interpreter:CodeInterpreter",
@@ -33,12 +29,6 @@ _SHIPPED = {
     "search": "verl_like.plugins.agents.tools.search:Search",
 }
 _TRACEBACK_LINES = 3
-
-
-def find_stand_ins() -> None:
-    """Make the stand-ins importable; an installed verl comes first."""
-    if _SHIM not in sys.path:
-        sys.path.append(_SHIM)
 
 
 def load_tools(spec: ToolSpec) -> list[ToolSource]:
