@@ -57,7 +57,7 @@ ALLOWED: dict[str, set[str]] = {
     "heartbeat": set(),
     "text": set(),
     "batch": {"config", "flat_columns"},
-    "algorithms": BASE,
+    "algorithms": BASE | {"registry"},  # estimators that take verl's arguments
     "models": BASE | {"parallel"},
     "parallel": BASE | {"models"},
     "engine": ENGINE_LEVEL | {"checkpoint"},
@@ -84,7 +84,7 @@ ALLOWED: dict[str, set[str]] = {
     "plugins.code_grading": {"config", "plugins.http_json", "rewards", "services", "text"},
     "plugins.agents": PLUGIN_LEVEL | {"plugins.code_grading", "plugins.games", "plugins.http_json"},
     "plugins.teachers": {"batch", "config", "data", "models", "plugins.http_json"},
-    "plugins.verl_agents": PLUGIN_LEVEL | {"plugins.agents", "plugins.math_grading"},
+    "plugins.verl_agents": PLUGIN_LEVEL | {"algorithms", "plugins.agents", "plugins.math_grading"},
     # a trainer of its own, around the trainer's parts
     "plugins.sft": PLUGIN_LEVEL | {"algorithms", "observe", "trainer"},
     "plugins.preference": PLUGIN_LEVEL | {"algorithms", "plugins.sft", "trainer"},

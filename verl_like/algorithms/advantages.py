@@ -7,14 +7,11 @@ driver, before anything is cut.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor
 
 from verl_like.algorithms.groups import GroupStatistics, group_statistics
@@ -24,8 +21,8 @@ from verl_like.algorithms.stepwise import Turns, anchor_advantages, normalised_b
 from verl_like.batch import TensorStruct, beside, tokens
 from verl_like.config import AlgorithmConfig
 from verl_like.config.menus import ESTIMATORS
-from verl_like.config.schema import to_dict
 from verl_like.flat_columns import Blocks, on_rows, row_sums
+from verl_like.registry import part
 
 GRPO_EPS = 1e-6
 _LOOP_BLOCK = 2**22  # entries of a block of rows: fewer rows would make more steps of a loop over tokens
@@ -105,39 +102,11 @@ class AdvantageOutputs(TensorStruct):
 
 
 AdvantageFunction = Callable[[AdvantageInputs, AlgorithmConfig], AdvantageOutputs]
-
-
-def of_verls(function: Callable[..., tuple[Tensor, Tensor]]) -> AdvantageFunction:
-    """Make an estimator of one that takes verl's arguments, of which it is given those that it names.
-
-    Those are token_level_rewards and response_mask [B, R], index [B] (text, equal for the same prompt) and config, the
-    section algorithm. It returns advantages and returns [B, R].
-    """
-    named = inspect.signature(function).parameters.values()
-    takes = {each.name for each in named}
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in named)
-
-    def estimator(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
-        given = {
-            "token_level_rewards": inputs.token_rewards_BR,
-            "response_mask": inputs.response_mask_BR.long(),
-            "index": np.array([str(group) for group in inputs.group_B.tolist()], dtype=object),
-            "config": OmegaConf.create(to_dict(algorithm)),
-        }
-        found = function(**{name: value for name, value in given.items() if takes_all or name in takes})
-        mask_BR = inputs.response_mask_BR
-        shapes = [tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__ for each in found]
-        if shapes != [tuple(mask_BR.shape)] * 2:
-            name = f"algorithm.adv_estimator={algorithm.adv_estimator!r}"
-            raise ValueError(f"{name} returned {shapes}: return advantages and returns, both {tuple(mask_BR.shape)}")
-        advantages_BR, returns_BR = (each.float() * mask_BR for each in found)
-        return AdvantageOutputs(advantages_BR=advantages_BR, returns_BR=returns_BR)  # type: ignore[call-arg]
-
-    return estimator
-
-
 ADVANTAGES: Registry[AdvantageFunction] = Registry(
-    "algorithm.adv_estimator", ESTIMATORS, arguments=("inputs", "algorithm"), of_verls=of_verls
+    "algorithm.adv_estimator",
+    ESTIMATORS,
+    arguments=("inputs", "algorithm"),
+    of_verls=lambda function: part("advantages", "of_verls")(function),
 )
 register_advantage = ADVANTAGES.register
 

@@ -10,5 +10,5 @@ from verl_like.algorithms.advantages import register_advantage
 
 
 def register_adv_est(name_or_enum: str | Enum) -> Callable[[Any], Any]:
-    """Register an estimator that takes verl's arguments (algorithms/advantages.of_verls)."""
+    """Register an estimator that takes verl's arguments (verl_agents/estimators.py)."""
     return register_advantage(name_or_enum.value if isinstance(name_or_enum, Enum) else name_or_enum)
