@@ -194,7 +194,7 @@ def load_module(path: str, key: str) -> ModuleType:
             return _imported(path)
         except ImportError as error:
             if not _is_verls(error) or _STAND_INS in sys.path:
-                raise
+                raise  # else: it is a module's, or comes by another file
             find_stand_ins()
             return _imported(path)
     except KeyboardInterrupt:
@@ -230,6 +230,8 @@ def _load_file(file: Path) -> ModuleType:
     if importlib.util.spec_from_file_location(file.stem, file) is None:
         raise ImportError(f"{file} is not a Python file (.py)")
     text, folder = file.read_text(encoding="utf-8", errors="replace"), str(file.parent)
+    if re.search(r"^\s*(?:from|import)\s+verl\b", text, re.MULTILINE):
+        find_stand_ins()
     of_itself = re.search(rf"^\s*(?:from|import)\s+{re.escape(file.stem)}\b", text, re.MULTILINE)  # a package is meant
     if of_itself or file.stem in sys.stdlib_module_names:
         sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != folder]

@@ -14,8 +14,9 @@ import pytest
 
 from tests.architecture.source import Source, package_sources, parse
 
-MOST_LINES = {"core": 36_549, "plugins": 16_809, "kit": 12_022}  # of code, by ring
-MOST_SMALL_FILES = {"core": 31, "plugins": 41, "kit": 16}  # with fewer than SMALL lines of any kind, __init__.py left out
+MOST_LINES = {"core": 36_561, "plugins": 16_809, "kit": 12_022}  # of code, by ring
+# with fewer than SMALL lines of any kind, __init__.py left out
+MOST_SMALL_FILES = {"core": 31, "plugins": 41, "kit": 16}
 SMALL = 60
 _PROSE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 

@@ -43,17 +43,30 @@ def rounds_of_verl(given: dict[str, object], size: Callable[[object], int]) -> t
     raise_if_any([f"{key}={given[key]}: give a whole number above 0" for key, value in asked.items() if value < 1])
     if not asked:
         return {}, ""
-    apart = given.get("trainer.mode", "separate_async") == "separate_async"
-    found = {key: value for key, value in _PROGRAM.items() if apart and key not in given}
-    batch = size(given.get(_BATCH, 0))
-    if not batch:
+    found: dict[str, object] = {}
+    batch, beside = size(given.get(_BATCH, 0)), _not_of_that_program(given, size)
+    if not beside:
+        found = {key: value for key, value in _PROGRAM.items() if key not in given}
         rounds = (asked.get(key, default) for key, default in _TIMES.items())
         batch = found[_BATCH] = size(given.get(_MINI, get_value(PPOConfig(), _MINI))) * math.prod(rounds)
-    if _TOTAL in asked and batch and given.get(_STEPS) is None:
+    batch = batch or size(get_value(PPOConfig(), _BATCH))
+    if _TOTAL in asked and given.get(_STEPS) is None:
         found[_STEPS] = max(1, asked[_TOTAL] // batch)
-    names = ", ".join(f"{key}={given[key]}" for key in asked)
-    means = ", ".join(f"{key}={value}" for key, value in found.items()) or "nothing that is not set"
+    names = ", ".join(f"{key}={given[key]}" for key in asked) + beside
+    means = ", ".join(f"{key}={value}" for key, value in found.items()) or "nothing"
     return found, f"{names}: a step trains all mini-batches between two syncs; this sets {means}"
+
+
+def _not_of_that_program(given: dict[str, object], size: Callable[[object], int]) -> str:
+    """Name the setting with which verl's program would not run: a step's prompts, or engines beside the trainer."""
+    for key, value in given.items():
+        if (
+            (key == _BATCH and size(value) > 0)
+            or (key == "trainer.mode" and value != _PROGRAM[key])
+            or (key == "actor_rollout_ref.hybrid_engine" and str(value).lower() == "true")
+        ):
+            return f" beside {key}={value}"
+    return ""
 
 
 def is_of_rounds(key: str) -> bool:

@@ -36,10 +36,25 @@ def test_a_step_trains_what_lies_between_two_syncs_and_the_prompts_of_the_run_ar
 
 
 def test_what_is_given_stands() -> None:
-    own = {"trainer.v1.trainer_mode": "colocate_async", "data.train_batch_size": 64, BYPASS: False}
-    found, _ = settings(**{TOTAL: 640, "trainer.total_training_steps": None}, **own)
-    assert (found["trainer.mode"], found["data.train_batch_size"], found[BYPASS]) == ("colocate_async", 64, False)
-    assert found["trainer.total_training_steps"] == 10
+    own = {BYPASS: False, "trainer.v1.trainer_mode": "separate_async", "trainer.total_training_steps": 7}
+    found, _ = settings(**{TOTAL: 640}, **own)
+    assert (found[BYPASS], found["trainer.total_training_steps"], found["data.train_batch_size"]) == (False, 7, 1024)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("data.train_batch_size", 64),
+        ("trainer.mode", "colocate_async"),
+        ("trainer.mode", "sync"),
+        ("actor_rollout_ref.hybrid_engine", "True"),
+    ],
+)
+def test_beside_what_that_program_would_not_run_with_nothing_but_the_length_changes(key: str, value: Any) -> None:
+    found, (line,) = settings(**{TOTAL: 2048}, **ROUNDS, **{key: value})
+    steps = 2048 // (64 if key == "data.train_batch_size" else 1024)
+    assert found == {key: value, "trainer.total_training_steps": steps} and f"beside {key}={value}: " in line
+    assert settings(**ROUNDS, **{key: value})[0] == {key: value}
 
 
 def test_verls_defaults_of_rounds_fill_in_and_no_round_is_no_change() -> None:
