@@ -1,16 +1,25 @@
-"""The menu of losses through the real engine, in each of several processes: comparable gradients for every cut."""
+"""The menu of losses through the real engine, in each of several processes: comparable gradients for every cut.
+
+In float64. In float32 a packed forward pass moves this model's log-probs by up to 7e-6 against a padded one, and was
+seen to move a gradient by 2e-5 of its largest number: each was 1e-5 from float64, where one row weighed much (dppo_kl
+with rollout_is=sequence), and no threshold or kink was near. No limit tells that from a small fault.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
+from transformers.models.qwen2 import modeling_qwen2
 
 from tests.unit.algorithms.combinations import LOSSES, SUBSETS, Combination, covering
 from tests.unit.engine import scenarios
-from tests.unit.engine.tiny import build_engine, experience
+from tests.unit.engine.tiny import WideTorch, experience, wide_engine
 from verl_like.algorithms.minibatch import denominators_of
 from verl_like.algorithms.preparation import prepare_batch, prepare_minibatch
 from verl_like.batch import Denominators, Experience
@@ -28,6 +37,13 @@ WHOLE = MicroBatchRule(max_tokens=10_000)
 Job = tuple[Combination, Experience, Denominators]
 
 
+@contextlib.contextmanager
+def wide() -> Iterator[None]:
+    """Engines that are built and called meanwhile have their angles, norms and softmax in float64 too."""
+    with mock.patch.object(modeling_qwen2, "torch", WideTorch()):
+        yield
+
+
 def chosen() -> list[Combination]:
     """For each loss one of its combinations, in turn, so that modes, KL terms and options change from loss to loss."""
     return [
@@ -43,6 +59,7 @@ def jobs(engine: FSDPEngine) -> list[Job]:
         actor = combination.actor
         g = torch.Generator().manual_seed(seed)
         rows = experience(NUM_ROWS, seed=seed)
+        rows = rows.replace(advantages_T=rows.advantages_T.double())  # some losses take their mean over a row
         current = engine.forward(rows, want=frozenset({"log_probs"}), rule=WHOLE)["log_probs"]
         near = [current + 0.25 * torch.randn(current.shape, generator=g) for _ in range(3)]
         rows = rows.replace(
@@ -65,7 +82,7 @@ def gradients(engine: FSDPEngine, rows: Experience, loss: LossFn, counts: Denomi
     def keep() -> dict[str, Any]:
         for p in engine.model.parameters():
             assert p.grad is not None
-            kept.append(gather(p.grad, engine.device, torch.float32).flatten().clone())
+            kept.append(gather(p.grad, engine.device, p.grad.dtype).flatten().clone())
         return {}
 
     real, engine._step = engine._step, keep  # type: ignore[method-assign]
@@ -86,13 +103,14 @@ def run(engine: FSDPEngine, process: ProcessInfo, work: list[Job], rule: MicroBa
 def norm_with_l2(process: ProcessInfo, path: str, job: Job) -> float:
     """Reported gradient norm of a real step with coupled L2."""
     combination, rows, counts = job
-    engine = build_engine(process, path, optim=OptimConfig(lr=1e-2, l2_coeff=L2))
+    engine = wide_engine(process, path, optim=OptimConfig(lr=1e-2, l2_coeff=L2))
     part = scenarios.my_rows(process, rows, "even")
     return engine.train_minibatch(part, combination.objective(), counts, rule=scenarios.RULE)["grad_norm"].value
 
 
+@wide()
 def on_rank(process: ProcessInfo, path: str, work_path: str) -> dict[str, Any]:
     """Every job with its rows spread over the ranks, and with all rows on the first; the norm of one with L2."""
-    engine, work = build_engine(process, path), torch.load(work_path, weights_only=False)
+    engine, work = wide_engine(process, path), torch.load(work_path, weights_only=False)
     answers: dict[str, Any] = {s: run(engine, process, work, scenarios.RULE, s) for s in ("even", "first")}
     return answers | {"l2": norm_with_l2(process, path, work[0])}

@@ -12,12 +12,11 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 from tests.unit.engine.row_groups import RowGroup
 from tests.unit.engine.scenarios import by_row
 from tests.unit.engine.tensor_scenarios import trained_lora
-from tests.unit.engine.tiny import PolicyLoss, ValueLoss, build_engine, denominators, experience
+from tests.unit.engine.tiny import PolicyLoss, ValueLoss, WideTorch, denominators, experience, wide_engine
 from verl_like.batch import Experience
 from verl_like.config.batch_plan import MicroBatchRule
 from verl_like.config.fsdp import FSDPConfig
 from verl_like.config.mesh import MeshSizes
-from verl_like.engine import sharded_model
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.engine.microbatch import Objective
 from verl_like.parallel.dist import ProcessInfo
@@ -39,19 +38,12 @@ class Place(RowGroup):
         sizes = {f"{name}_parallel_size": getattr(self.sizes, name) for name in ("context", "tensor", "expert")}
         sizes |= {"pipeline_parallel_size": self.sizes.pipe, "virtual_pipeline_size": self.sizes.virtual}
         fsdp = FSDPConfig(fsdp_size=self.sizes.fsdp_size, pipeline_schedule=schedule, **sizes)
-        with mock.patch.object(sharded_model, "dtype_of", lambda name: torch.float64):
-            settings = {"experts_implementation": "eager"} | (model or {})  # grouped products have no such precision
-            return build_engine(self.process, path, ulysses=self.sizes.ulysses, fsdp=fsdp, model=settings, **more)
+        settings = {"experts_implementation": "eager"} | (model or {})  # grouped products have no such precision
+        return wide_engine(self.process, path, ulysses=self.sizes.ulysses, fsdp=fsdp, model=settings, **more)
 
 
-class _Wide:
-    """Torch for a model whose norms and router are written for float32: there a last bit of a sum would tip 1e-7."""
-
-    def __getattr__(self, name: str) -> Any:
-        return torch.float64 if name in ("float", "float32") else getattr(torch, name)
-
-
-wide = mock.patch.object(modeling_qwen3_moe, "torch", _Wide())
+# Norms and router are written for float32: there a last bit of a sum would tip 1e-7.
+wide = mock.patch.object(modeling_qwen3_moe, "torch", WideTorch())
 
 
 @wide

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from tests.unit.engine import loss_scenarios as losses
 from tests.unit.engine import scenarios, tiny
-from tests.unit.engine.tiny import build_engine
+from tests.unit.engine.tiny import wide_engine
 from verl_like.batch import Metric, merge_metrics
 from verl_like.parallel.dist import ProcessInfo
 from verl_like.parallel.fsdp import gather
@@ -19,20 +20,26 @@ NAMES = [name for name, _ in losses.LOSSES]  # of losses.chosen()
 PLAIN = {"use_remove_padding": False, "use_fused_kernels": False}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def wide() -> Iterator[None]:
+    with losses.wide():
+        yield
+
+
 @pytest.fixture(scope="module")
 def work(process: ProcessInfo, path: str) -> list[losses.Job]:
-    return losses.jobs(build_engine(process, path))
+    return losses.jobs(wide_engine(process, path))
 
 
 @pytest.fixture(scope="module")
 def reference(process: ProcessInfo, path: str, work: list[losses.Job]) -> list[Any]:
     """Padded forward, full logits, one micro-batch, one process: the path without any trick."""
-    return losses.run(build_engine(process, path, model=PLAIN), process, work, losses.WHOLE, "even")
+    return losses.run(wide_engine(process, path, model=PLAIN), process, work, losses.WHOLE, "even")
 
 
 @pytest.fixture(scope="module")
 def packed(process: ProcessInfo, path: str, work: list[losses.Job]) -> list[Any]:
-    return losses.run(build_engine(process, path), process, work, scenarios.RULE, "even")
+    return losses.run(wide_engine(process, path), process, work, scenarios.RULE, "even")
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +53,9 @@ def assert_same(expected: Any, found: Any) -> None:
     scale = float(expected[0].abs().max())
     assert scale > 0
     gap = float((expected[0] - found[0]).abs().max()) / scale
-    assert gap <= 1e-5, f"relative difference of gradients {gap:.1e}"
+    assert gap <= 1e-12, f"relative difference of gradients {gap:.1e}"
     assert {n: v for n, (v, _) in found[1].items()} == pytest.approx(
-        {n: v for n, (v, _) in expected[1].items()}, rel=1e-4, abs=3e-5
+        {n: v for n, (v, _) in expected[1].items()}, rel=1e-6, abs=1e-7
     )
 
 
@@ -71,12 +78,12 @@ def test_packing_micro_batches_and_ranks_change_nothing(
 def test_coupled_l2_is_added_before_the_norm(
     process: ProcessInfo, path: str, work: list[losses.Job], reference: list[Any], two: list[dict[str, Any]]
 ) -> None:
-    engine = build_engine(process, path)
-    flat = torch.cat([gather(p, engine.device, torch.float32).flatten() for p in engine.model.parameters()])
+    engine = wide_engine(process, path)
+    flat = torch.cat([gather(p, engine.device, torch.float64).flatten() for p in engine.model.parameters()])
     expected = float((reference[0][0] + losses.L2 * flat).norm())
     assert expected != pytest.approx(float(reference[0][0].norm()), rel=1e-2)
-    assert losses.norm_with_l2(process, path, work[0]) == pytest.approx(expected, rel=1e-5)
-    assert [rank["l2"] for rank in two] == pytest.approx([expected] * 2, rel=1e-5)
+    assert losses.norm_with_l2(process, path, work[0]) == pytest.approx(expected, rel=1e-10)
+    assert [rank["l2"] for rank in two] == pytest.approx([expected] * 2, rel=1e-10)
 
 
 def test_every_loss_and_many_options_take_part() -> None:

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.multiprocessing as mp
@@ -29,6 +30,7 @@ from verl_like.config.fsdp import FSDPConfig
 from verl_like.config.model import ModelConfig
 from verl_like.config.optim import OptimConfig
 from verl_like.config.roles import RoleConfig
+from verl_like.engine import sharded_model
 from verl_like.engine.fsdp import FSDPEngine
 from verl_like.parallel.checksum import checksum
 from verl_like.parallel.dist import ProcessInfo, init_distributed, shutdown_distributed
@@ -159,6 +161,19 @@ def build_engine(process: ProcessInfo, path: str, *, kind: str = "policy", **cha
         "grad_clip": 1.0,
     }
     return FSDPEngine(RoleConfig(**(settings | changes)), process, **sizes)
+
+
+def wide_engine(process: ProcessInfo, path: str, **changes: Any) -> FSDPEngine:
+    """`build_engine` in float64, where two orders of one sum differ by 1e-14 and a fault by more."""
+    with mock.patch.object(sharded_model, "dtype_of", lambda name: torch.float64):
+        return build_engine(process, path, **changes)
+
+
+class WideTorch:
+    """Torch for a module of transformers that computes parts in float32, whatever the weights are."""
+
+    def __getattr__(self, name: str) -> Any:
+        return torch.float64 if name in ("float", "float32") else getattr(torch, name)
 
 
 def weights(engine: FSDPEngine) -> dict[str, Tensor]:
