@@ -105,6 +105,6 @@ def test_a_reward_function_falls_back_on_the_default_one(tmp_path: Path) -> None
 
 
 def test_what_has_no_stand_in_is_told(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("from verl import DataProto\n")
+    (tmp_path / "mine.py").write_text("from verl.protocol import DataProto\n")
     with pytest.raises(UserCodeError, match="verl is not installed here: copy what you need"):
         load_scorer(ScorerSpec(path=str(tmp_path / "mine.py"), timeout=5.0))
