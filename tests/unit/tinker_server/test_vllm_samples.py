@@ -158,7 +158,7 @@ def test_layers_that_vllm_cannot_adapt_are_refused_by_name(
 ) -> None:
     """When a model is created, and of a state that a server with another sampler has written."""
     monkeypatch.setattr(engines.sampler, "unadapted", frozenset({"model.layers.0.mlp.up_proj"}))
-    engines.check(replace(SPECS["ann"], train_mlp=False))
+    engines.check(SPECS["ann"].model_copy(update={"train_mlp": False}))
     with pytest.raises(ValueError, match=r"up_proj'\] get adapters in training, and none .* train_mlp=False"):
         engines.check(SPECS["ann"])
     engines.saver("ann", tmp_path / "ann", optimizer=False)()
