@@ -26,6 +26,15 @@ from verl_like.workers.weights import sync_within
 Result = TypeVar("Result")
 
 
+def failure(sync: Callable[[int], object], version: int) -> str:
+    """What a sync to this version says as it fails; "none" where it does not."""
+    try:
+        sync(version)
+    except WeightSyncError as error:
+        return str(error)
+    return "none"
+
+
 class EngineHere:
     def __init__(self, settings: EngineSettings, process: ProcessInfo) -> None:
         self.hosted = hosted(settings, process)

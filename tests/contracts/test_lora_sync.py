@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.contracts.engine_ends import EngineHere, Sync, connect, elsewhere, transfer, unload, within
+from tests.contracts.engine_ends import EngineHere, Sync, connect, elsewhere, failure, transfer, unload, within
 from tests.contracts.two_ranks import run_on_two_ranks
 from tests.unit.engine import tiny
 from tests.unit.rollout.tiny import build_for
@@ -378,11 +378,7 @@ def rank_main(rank: int, port: int, folder: Path, path: str, names: list[str]) -
             train(engine, version)
         if rank == 1:
             engine.export_weights = partial(_misshapen, export)  # type: ignore[method-assign]
-        try:
-            sync(4)
-            error = "none"
-        except WeightSyncError as caught:
-            error = str(caught)
+        error = failure(sync, 4)
         version_after_error = rollout.weight_version
         engine.export_weights = export  # type: ignore[method-assign]
         recovered = sync(5)

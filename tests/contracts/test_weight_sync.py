@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from tests.contracts.engine_ends import Sync, within
+from tests.contracts.engine_ends import Sync, failure, within
 from tests.contracts.two_ranks import fork_on_two_ranks, run_on_two_ranks
 from tests.unit.rollout.tiny import (
     TOKENIZER_SIZE,
@@ -284,20 +284,12 @@ def rank_main(rank: int, port: int, folder: Path, name: str) -> None:
     first = sync(1)
     if rank == 1:
         engine.export_weights = lambda dtype, form: _reshape(export(dtype, form))  # type: ignore[method-assign]
-    try:
-        sync(2)
-        error = "none"
-    except WeightSyncError as caught:
-        error = str(caught)
+    error = failure(sync, 2)
     version = rollout.weight_version
     engine.export_weights = export  # type: ignore[method-assign]
     load = rollout.load_weights
     rollout.load_weights = lambda items, version, load=load, **how: load(_negate(items), version, **how)  # type: ignore[method-assign]
-    try:
-        sync(3)
-        loader_error = "none"
-    except WeightSyncError as caught:
-        loader_error = str(caught)
+    loader_error = failure(sync, 3)
     rollout.load_weights = load  # type: ignore[method-assign]
     recovered = sync(4)
     asked = [] if name == "vllm" and rank else [REQUEST]  # a replica's first rank is given the requests

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
@@ -94,10 +95,13 @@ class Registry(Generic[T]):
 
     def _in_verls_form(self, entry: Any) -> bool:
         """Tell whether a function takes verl's arguments: one with two of them binds, and would fail in a step."""
-        code = getattr(getattr(entry, "function", entry), "__code__", None)
-        return (
-            bool(self._arguments) and code is not None and not _VERLS.isdisjoint(code.co_varnames[: code.co_argcount])
-        )
+        function = getattr(entry, "function", entry)
+        if not self._arguments or not callable(function):
+            return False
+        try:
+            return not _VERLS.isdisjoint(inspect.signature(function).parameters)
+        except ValueError:  # some compiled functions do not tell
+            return False
 
     def _adapted(self, entry: Any, name: str) -> T:
         if self._of_verls is None:

@@ -46,7 +46,7 @@ def rounds_of_verl(given: dict[str, object], size: Callable[[object], int]) -> t
     found: dict[str, object] = {}
     batch, beside = size(given.get(_BATCH, 0)), _not_of_that_program(given, size)
     if not beside:
-        found = {key: value for key, value in _PROGRAM.items() if key not in given}
+        found = {key: value for key, value in _PROGRAM.items() if given.get(key) is None}
         rounds = (asked.get(key, default) for key, default in _TIMES.items())
         batch = found[_BATCH] = size(given.get(_MINI, get_value(PPOConfig(), _MINI))) * math.prod(rounds)
     batch = batch or size(get_value(PPOConfig(), _BATCH))
@@ -62,7 +62,7 @@ def _not_of_that_program(given: dict[str, object], size: Callable[[object], int]
     for key, value in given.items():
         if (
             (key == _BATCH and size(value) > 0)
-            or (key == "trainer.mode" and value != _PROGRAM[key])
+            or (key == "trainer.mode" and value not in (None, _PROGRAM[key]))
             or (key == "actor_rollout_ref.hybrid_engine" and str(value).lower() == "true")
         ):
             return f" beside {key}={value}"

@@ -41,8 +41,15 @@ def over_the_mean(token_level_rewards, response_mask, index, config=None, **kwar
 def of_rewards(token_level_rewards, response_mask):
     return token_level_rewards + 1, token_level_rewards
 
+def by_keyword(*, token_level_rewards, response_mask, **kwargs):
+    assert sorted(kwargs) == ["config", "index"]
+    return token_level_rewards, token_level_rewards
+
 def wrong(token_level_rewards, response_mask):
     return token_level_rewards[:, 1:], token_level_rewards[:, 1:]
+
+def nothing(token_level_rewards, response_mask):
+    pass
 """
 
 
@@ -64,6 +71,10 @@ def test_estimators_of_verls_form_are_given_its_arguments(tmp_path: Path, monkey
     assert torch.equal(found.advantages_T, expected.advantages_T) and torch.equal(found.returns_T, expected.returns_T)
     by_path = compute_advantages(inputs, AlgorithmConfig(adv_estimator=f"{file}:of_rewards"))
     assert torch.equal(by_path.advantages_BR, (rewards_BR + 1) * mask_BR)
+    by_keyword = compute_advantages(inputs, AlgorithmConfig(adv_estimator=f"{file}:by_keyword"))
+    assert torch.equal(by_keyword.returns_BR, rewards_BR * mask_BR)
+    with pytest.raises(ValueError, match=r"nothing' returned \['NoneType'\]: return advantages and"):
+        compute_advantages(inputs, AlgorithmConfig(adv_estimator=f"{file}:nothing"))
     with pytest.raises(ValueError, match=r"wrong' returned \[\(4, 2\), \(4, 2\)\]: return advantages and"):
         compute_advantages(inputs, AlgorithmConfig(adv_estimator=f"{file}:wrong"))
 

@@ -14,10 +14,8 @@ from verl_like.batch import PromptRow, Rollouts, Scores, pad_rows
 # Noise by row of the old log-probs, whose second row has ratios beyond dual clip and skip threshold.
 DRIFT = (0.2, 2.0, 0.02)
 _MISMATCH = (2e-4, 5.0, -5.0, 0.05, 0.5)  # nats, see `mismatch`
-_LOGITS, _SHORT = (
-    2**23,
-    2**21,
-)  # of a long row's sampled tokens, of another's: with many ids the head is most of all work
+# Logits of a long row's sampled tokens, and of another's: with many ids the head is most of all work.
+_LOGITS, _SHORT = 2**23, 2**21
 _PERIOD = 6  # of the rows that a loop treats in its own way
 _FIRST_PART = 2  # of six rows the third and fourth are one episode, with a prompt each
 

@@ -329,7 +329,7 @@ class Adapter:
                 raise ValueError("this checkpoint holds no optimizer state; load it with optimizer=False")
             assert adapter.optimizer is not None
             states, own = load_file(folder / OPTIMIZER), adapter.optimizer.state[adapter.flat]
-            if not states.keys() <= own.keys():
+            if states and states.keys() != own.keys():
                 raise ValueError("this optimizer state was written by an earlier server; load it with optimizer=False")
             for name, state in states.items():  # a server before this one wrote none of an adapter without a step
                 own[name].copy_(state)

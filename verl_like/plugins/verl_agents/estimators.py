@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 
 import numpy as np
@@ -12,6 +11,7 @@ from torch import Tensor
 from verl_like.algorithms.advantages import AdvantageFunction, AdvantageInputs, AdvantageOutputs
 from verl_like.config import AlgorithmConfig
 from verl_like.config.schema import to_dict
+from verl_like.user_code import accepted
 
 
 def of_verls(function: Callable[..., tuple[Tensor, Tensor]]) -> AdvantageFunction:
@@ -20,9 +20,6 @@ def of_verls(function: Callable[..., tuple[Tensor, Tensor]]) -> AdvantageFunctio
     Those are token_level_rewards and response_mask [B, R], index [B] (text, equal for the same prompt) and config, the
     section algorithm. It returns advantages and returns [B, R].
     """
-    named = inspect.signature(function).parameters.values()
-    takes = {each.name for each in named}
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in named)
 
     def estimator(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> AdvantageOutputs:
         given = {
@@ -31,9 +28,10 @@ def of_verls(function: Callable[..., tuple[Tensor, Tensor]]) -> AdvantageFunctio
             "index": np.array([str(group) for group in inputs.group_B.tolist()], dtype=object),
             "config": OmegaConf.create(to_dict(algorithm)),
         }
-        found = function(**{name: value for name, value in given.items() if takes_all or name in takes})
+        found = function(**accepted(function, given))
         mask_BR = inputs.response_mask_BR
-        shapes = [tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__ for each in found]
+        parts = found if isinstance(found, tuple | list) else [found]
+        shapes = [tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__ for each in parts]
         if shapes != [tuple(mask_BR.shape)] * 2:
             name = f"algorithm.adv_estimator={algorithm.adv_estimator!r}"
             raise ValueError(f"{name} returned {shapes}: return advantages and returns, both {tuple(mask_BR.shape)}")
