@@ -14,7 +14,7 @@ import pytest
 
 from tests.architecture.source import Source, package_sources, parse
 
-MOST_LINES = {"core": 36_561, "plugins": 16_809, "kit": 12_022}  # of code, by ring
+MOST_LINES = {"core": 36_565, "plugins": 16_807, "kit": 12_019}  # of code, by ring
 # with fewer than SMALL lines of any kind, __init__.py left out
 MOST_SMALL_FILES = {"core": 31, "plugins": 41, "kit": 16}
 SMALL = 60

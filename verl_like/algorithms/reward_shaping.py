@@ -33,6 +33,8 @@ from verl_like.config import (
 )
 from verl_like.flat_columns import row_sums
 
+NORM_EPS = 1e-6
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningMoments:
@@ -69,9 +71,6 @@ class RunningMoments:
     def from_state_dict(cls, state: dict[str, float]) -> RunningMoments:
         """Restore the moments from the numbers that `state_dict` gave."""
         return cls(count=int(state["count"]), mean=state["mean"], var=state["var"])
-
-
-NORM_EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
